@@ -1,0 +1,1 @@
+"""The ground floor: errors, units, registry, files, digests and phases. Standard library only."""

@@ -1,0 +1,37 @@
+"""Canonical JSON and digests: the one way phalanx decides that two things are the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+
+def canonical_json(value: Any) -> str:
+    """JSON with sorted keys and no spaces: equal values give equal text on every rank."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+
+
+def digest(value: Any) -> str:
+    """Sixteen hex digits of SHA-256 over the canonical JSON of `value`."""
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()[:16]
+
+
+def stable_hash64(*parts: object) -> int:
+    """A 64-bit number from `parts`, equal in every process and release (unlike `hash`)."""
+    text = "\x1f".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def differing_keys(a: Any, b: Any, prefix: str = "") -> list[str]:
+    """Dotted paths at which two JSON values differ, in sorted order."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        paths: list[str] = []
+        for key in sorted(set(a) | set(b)):
+            path = f"{prefix}.{key}" if prefix else str(key)
+            if key not in a or key not in b:
+                paths.append(path)
+            else:
+                paths += differing_keys(a[key], b[key], path)
+        return paths
+    return [] if a == b else [prefix or "."]

@@ -1,0 +1,159 @@
+"""Every way phalanx refuses or fails, each with its own exit code and one line that says what to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """The process exit codes of every verb; the README's table is generated from here."""
+
+    OK = 0
+    INTERNAL = 1
+    USAGE = 2
+    JOB = 3
+    DATA = 4
+    CHECKPOINT = 5
+    ENVIRONMENT = 6
+    RESOURCES = 7
+    NUMERICS = 8
+    RUN_LOCKED = 9
+    RESTART_BUDGET = 10
+    VERIFICATION = 11
+    PREEMPTED = 75
+    INTERRUPTED = 130
+
+
+EXIT_CODE_MEANING: dict[ExitCode, str] = {
+    ExitCode.OK: "finished",
+    ExitCode.INTERNAL: "a bug, or an exception in your own code (its traceback is printed)",
+    ExitCode.USAGE: "the command line is wrong",
+    ExitCode.JOB: "the job file is wrong, or a layout or model is refused",
+    ExitCode.DATA: "data is missing, empty or does not fit the model",
+    ExitCode.CHECKPOINT: "a checkpoint is missing, damaged or does not fit",
+    ExitCode.ENVIRONMENT: "environment, rendezvous or port",
+    ExitCode.RESOURCES: "memory or disk is full, the run directory is unwritable, or ranks differ",
+    ExitCode.NUMERICS: "too many steps with non-finite gradients",
+    ExitCode.RUN_LOCKED: "another live job uses the run directory",
+    ExitCode.RESTART_BUDGET: "the restart budget is spent, or a crash repeats deterministically",
+    ExitCode.VERIFICATION: "a verification or a drill failed",
+    ExitCode.PREEMPTED: "stopped by SIGTERM after saving; run again with --resume",
+    ExitCode.INTERRUPTED: "stopped by Ctrl-C; saved unless it was pressed twice",
+}
+
+
+class PhalanxError(Exception):
+    """An error a user can act on.
+
+    `what` happened, `where` (file, key, rank), `why`, and `fix`: what to do. `str()` is one line.
+    """
+
+    exit_code = ExitCode.INTERNAL
+
+    def __init__(
+        self, what: str, *, where: str | None = None, why: str | None = None, fix: str | None = None
+    ) -> None:
+        self.what, self.where, self.why, self.fix = what, where, why, fix
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        line = f"{self.where}: {self.what}" if self.where else self.what
+        if self.why:
+            line += f" ({self.why})"
+        if self.fix:
+            line += f"; {self.fix}"
+        return " ".join(line.split())
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "error": type(self).__name__,
+            "exit_code": int(self.exit_code),
+            "what": self.what,
+            "where": self.where,
+            "why": self.why,
+            "fix": self.fix,
+        }
+
+
+class UsageError(PhalanxError):
+    exit_code = ExitCode.USAGE
+
+
+class LayoutError(PhalanxError):
+    """A layout or model that cannot be had; names the nearest one that can."""
+
+    exit_code = ExitCode.JOB
+
+
+class DataError(PhalanxError):
+    exit_code = ExitCode.DATA
+
+
+class CheckpointError(PhalanxError):
+    exit_code = ExitCode.CHECKPOINT
+
+
+class EnvironmentProblem(PhalanxError):
+    """Something outside the job: a port, a variable, a missing compiler, a rank that never came."""
+
+    exit_code = ExitCode.ENVIRONMENT
+
+
+class ResourceError(PhalanxError):
+    exit_code = ExitCode.RESOURCES
+
+
+class RanksDifferError(ResourceError):
+    """The ranks do not hold the same job, plan, code or data."""
+
+
+class NumericsError(PhalanxError):
+    exit_code = ExitCode.NUMERICS
+
+
+class RunLockedError(PhalanxError):
+    exit_code = ExitCode.RUN_LOCKED
+
+
+class RestartBudgetError(PhalanxError):
+    exit_code = ExitCode.RESTART_BUDGET
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a job: the key, what was wrong, and where it stands."""
+
+    key: str
+    what: str
+    where: str = ""  # "job.toml:12:5", or "override" for key=value
+    fix: str = ""
+
+    def __str__(self) -> str:
+        line = f"{self.where}: {self.key}: {self.what}" if self.where else f"{self.key}: {self.what}"
+        return f"{line}; {self.fix}" if self.fix else line
+
+
+class JobError(PhalanxError):
+    """The job cannot be used. Holds *all* problems, in file order."""
+
+    exit_code = ExitCode.JOB
+
+    def __init__(self, problems: list[Problem]) -> None:
+        self.problems = list(problems)
+        count = len(self.problems)
+        super().__init__(f"{count} problem{'s' if count != 1 else ''} in the job")
+
+    def __str__(self) -> str:
+        return "\n".join(str(problem) for problem in self.problems)
+
+    def to_json(self) -> dict[str, object]:
+        return super().to_json() | {"problems": [vars(problem) for problem in self.problems]}
+
+
+def did_you_mean(word: str, known: list[str] | tuple[str, ...]) -> str:
+    """' (did you mean "x"?)' for the nearest known word, or an empty string."""
+    import difflib
+
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f'did you mean "{near[0]}"?' if near else ""

@@ -1,0 +1,63 @@
+"""The folder is the registry: `kind = "x"` is the module `x` in a folder, `"pkg.mod:attr"` is the user's."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pkgutil
+from typing import Any
+
+from phalanx.core.errors import EnvironmentProblem, LayoutError, did_you_mean
+
+
+def names(package: str) -> list[str]:
+    """Kinds that live in `package` (for example "phalanx.nn.models"), found without importing any."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.submodule_search_locations is not None, package
+    found = [module.name for module in pkgutil.iter_modules(list(spec.submodule_search_locations))]
+    return sorted(name for name in found if not name.startswith("_"))
+
+
+def is_foreign(kind: str) -> bool:
+    """True if `kind` reaches outside phalanx ("package.module:attribute")."""
+    return ":" in kind
+
+
+def resolve(kind: str, package: str, attribute: str) -> Any:
+    """The object named by `kind`: `attribute` of our own module, or the user's own object.
+
+    Raises LayoutError (exit 3) for a kind that does not exist; an exception inside the user's module passes through.
+    """
+    if not is_foreign(kind):
+        if kind not in names(package):
+            known = names(package)
+            raise LayoutError(
+                f"unknown kind {kind!r}", why=f"known: {', '.join(known)}", fix=did_you_mean(kind, known) or None
+            )
+        return getattr(importlib.import_module(f"{package}.{kind}"), attribute)
+    module_name, _, path = kind.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
+            raise LayoutError(
+                f"module {module_name!r} cannot be found", fix="put its folder on PYTHONPATH or run beside it"
+            ) from None
+        raise
+    for part in path.split("."):
+        if not hasattr(found, part):
+            raise LayoutError(f"{module_name!r} has no {path!r}")
+        found = getattr(found, part)
+    return found
+
+
+def require(module: str, *, extra: str, needed_for: str) -> Any:
+    """Import an optional dependency, or raise one line that names the extra to install."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"{needed_for} needs {module}", why=str(error), fix=f"pip install 'phalanx[{extra}]'"
+        ) from None
+
+

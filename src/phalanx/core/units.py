@@ -1,0 +1,46 @@
+"""Numbers as people read them: bytes, seconds, counts."""
+
+from __future__ import annotations
+
+import math
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+
+def format_bytes(num_bytes: float) -> str:
+    """1536 -> '1.5 KiB'."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1024 or unit == "TiB":
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    raise AssertionError
+
+
+def format_count(count: float) -> str:
+    """1234567 -> '1.23 M'."""
+    value = float(count)
+    for unit in ("", "K", "M", "B", "T"):
+        if abs(value) < 1000 or unit == "T":
+            if unit == "":
+                return f"{value:.0f}"
+            digits = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
+            return f"{value:.{digits}f} {unit}"
+        value /= 1000
+    raise AssertionError
+
+
+def format_seconds(seconds: float) -> str:
+    """0.0123 -> '12.3 ms'; 75 -> '1 m 15 s'; 3725 -> '1 h 02 m'."""
+    if not math.isfinite(seconds):
+        return "?"
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} m {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} m"

@@ -1,0 +1,1 @@
+"""From text or token ids to batches: a global sequence whose order is a pure function of (seed, index)."""

@@ -1,0 +1,180 @@
+"""The job file's sections and keys. Types, bounds and one-line descriptions live here and nowhere else.
+
+Nothing derived is stored in a job: `None` means "chosen by the plan".
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class Run(Section):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] = "train"
+    """Names the run directory and its pages."""
+    dir: str | None = None
+    """Run directory; default runs/<name>-<time>. Everything a run writes is inside."""
+    seed: Count = 0
+    """Initial weights, sample order and dropout are pure functions of it."""
+
+
+class Model(Section):
+    kind: str = "decoder"
+    """A model of phalanx, or package.module:factory for your own nn.Module."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of your factory (kind = "package.module:factory")."""
+    objective: str | None = None
+    """package.module:function for your own objective(outputs, batch) -> (loss_sum, num_targets)."""
+    num_layers: Positive = 4
+    """Number of blocks."""
+    dim: Positive = 128
+    """Width of the residual stream."""
+    num_heads: Positive = 4
+    """Query heads."""
+    num_kv_heads: Positive | None = None
+    """Key and value heads (GQA); default num_heads."""
+    ffn_dim: Positive | None = None
+    """Inner width of SwiGLU; default 8/3 dim rounded up to a multiple of 32."""
+    vocab_size: Positive | None = None
+    """Rows of the embedding; default what the data needs."""
+    rope_theta: PositiveFloat = 10000.0
+    """Base of the rotary position embedding."""
+    norm_eps: PositiveFloat = 1e-5
+    """Epsilon of RMSNorm."""
+    tie_embeddings: bool = True
+    """The head shares the embedding's weight."""
+
+
+class Data(Section):
+    source: str = "stdlib"
+    """"stdlib" (the interpreter's own source text), a file, a directory, a glob, or a 1-D integer .npy of token ids."""
+    seq_len: Positive = 128
+    """Tokens of one sequence."""
+    held_out_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    """Part of the documents kept for evaluation, chosen by document name (by position for .npy)."""
+
+
+class Train(Section):
+    steps: Positive = 1000
+    """Optimizer updates in all."""
+    global_batch_size: Positive = 32
+    """Sequences per update over all ranks."""
+    micro_batch_size: Positive | None = None
+    """Sequences per forward-backward of one rank; default the rank's whole share."""
+    recompute: Literal["none", "full"] = "none"
+    """Recompute each block's activations in the backward instead of keeping them."""
+    compile: bool = False
+    """torch.compile each block."""
+    loss_chunk_tokens: Positive = 2048
+    """Logits exist for at most this many tokens at a time."""
+    eval_tokens: Count = 1048576
+    """Held-out tokens evaluated at the end (0: no evaluation); at most what there is."""
+    sample_tokens: Count = 256
+    """Tokens of text generated at the end, where the data is text (0: none)."""
+
+
+class Optim(Section):
+    kind: Literal["adamw"] = "adamw"
+    """The optimizer."""
+    lr: PositiveFloat = 3e-3
+    """Peak learning rate."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """Decay rates of the two moments."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled; applied to tensors of two or more dimensions, except embeddings."""
+    clip_norm: PositiveFloat | None = 1.0
+    """Global gradient norm above which gradients are scaled down; none when absent (clip_norm = "none")."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """Shape after warm-up. wsd: constant, then linear over the last decay_fraction."""
+    warmup_steps: Count = 50
+    """Steps of linear warm-up."""
+    min_lr_ratio: Fraction = 0.1
+    """Last learning rate over the peak."""
+    decay_fraction: Fraction = 0.2
+    """Part of the steps that wsd decays."""
+
+
+class Parallel(Section):
+    ranks: Positive | None = None
+    """Processes; default by the plan (GPUs, or CPU cores up to 8)."""
+    dp_replicate: Positive | None = None
+    """Copies of the model (DDP, or the outer axis of HSDP)."""
+    dp_shard: Positive | None = None
+    """Ranks that share one copy (FSDP2)."""
+    zero_stage: Literal[2, 3] = 3
+    """With dp_shard > 1. 3: parameters are freed after use; 2: kept from forward to backward."""
+    bucket_mb: PositiveFloat = 25.0
+    """Bytes of one DDP all-reduce, in MiB."""
+
+
+class Precision(Section):
+    compute: Literal["fp32", "bf16"] = "fp32"
+    """Type of matmuls and activations. Weights, optimizer and gradient reduction stay fp32."""
+
+
+class Checkpoint(Section):
+    every_steps: Positive | None = None
+    """Save each time this many steps are done."""
+    every_minutes: PositiveFloat | None = None
+    """Save each time this many minutes have passed (rank 0's clock decides for all)."""
+    at_end: bool = True
+    """Save after the last step."""
+
+
+class Resilience(Section):
+    max_restarts: Count = 3
+    """Restarts within an hour before the run is given up (exit 10)."""
+    grace_s: PositiveFloat = 25.0
+    """Seconds the ranks have to save after SIGTERM."""
+    collective_timeout_s: PositiveFloat = 600.0
+    """A collective that takes longer fails on every rank."""
+    max_skipped_steps: Count = 100
+    """Steps with non-finite gradients in a row before the run is given up (exit 8)."""
+    inject: tuple[str, ...] = ()
+    """Faults to inject, for drills: "kill:rank=1,step=7,phase=backward"."""
+
+
+class Observe(Section):
+    sinks: tuple[str, ...] = ("tensorboard",)
+    """Where facts go besides RUN/events: names of phalanx.observe.sinks or package.module:Class."""
+    log_every: Positive = 10
+    """Steps between lines when the output is not a terminal."""
+
+
+class Cluster(Section):
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What the ranks compute on."""
+    memory_gib: PositiveFloat | None = None
+    """Memory one rank may use; default what the machine has, divided by its ranks."""
+
+
+class Job(Section):
+    """All that the user said, with defaults filled in. Frozen; serialises to JSON and back unchanged."""
+
+    run: Run = Run()
+    model: Model = Model()
+    data: Data = Data()
+    train: Train = Train()
+    optim: Optim = Optim()
+    parallel: Parallel = Parallel()
+    precision: Precision = Precision()
+    checkpoint: Checkpoint = Checkpoint()
+    resilience: Resilience = Resilience()
+    observe: Observe = Observe()
+    cluster: Cluster = Cluster()
+
+    def to_json(self) -> dict[str, Any]:
+        return self.model_dump(mode="json")

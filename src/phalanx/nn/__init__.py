@@ -1,0 +1,1 @@
+"""Models, the seams they expose to parallelism, and objectives. Models never import parallelism."""

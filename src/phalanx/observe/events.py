@@ -1,0 +1,245 @@
+"""Events: facts with units in their names, and no text for people. Sinks do the formatting.
+
+An event is one line of JSON in `RUN/events/`: its own fields plus the envelope `event` (the class in snake_case),
+`schema`, `time_unix_s`, `rank` and `attempt` (-1 for the supervisor's rank).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Event:
+    """Base of every fact."""
+
+    @classmethod
+    def kind(cls) -> str:
+        return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+
+
+@dataclass(frozen=True)
+class RunStarted(Event):
+    """Once per attempt, from rank 0, before the first step. `step` is where training continues (0: from the start)."""
+
+    run: str
+    job_digest: str
+    world_size: int
+    step: int
+    total_steps: int
+    device: str
+    layout: dict[str, int]
+    restored_from: str = ""
+    startup_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepFinished(Event):
+    """One optimizer update, from every rank. Loss is nats per target token over all ranks.
+
+    `phases_s` are seconds of this rank by phase; `unaccounted_s` is `step_s` minus their sum.
+    """
+
+    step: int
+    loss: float
+    num_targets: int
+    tokens_seen: int
+    learning_rate: float
+    grad_norm: float
+    step_s: float
+    tokens_per_s: float
+    phases_s: dict[str, float]
+    unaccounted_s: float
+    rss_bytes: int
+
+
+@dataclass(frozen=True)
+class StepSkipped(Event):
+    """A step whose update was not applied, on all ranks together. `reason`: "nonfinite_gradients" | "no_targets"."""
+
+    step: int
+    reason: str
+    grad_norm: float
+    first_sample: int
+    num_samples: int
+
+
+@dataclass(frozen=True)
+class EvalFinished(Event):
+    """Loss in nats per token on held-out data, from rank 0."""
+
+    step: int
+    loss: float
+    num_targets: int
+    wall_s: float
+
+
+@dataclass(frozen=True)
+class BaselineMeasured(Event):
+    """What an n-gram model fitted on the same training split reaches on the same held-out tokens, nats per token."""
+
+    name: str
+    loss: float
+    num_targets: int
+    wall_s: float
+
+
+@dataclass(frozen=True)
+class CheckpointSaved(Event):
+    step: int
+    path: str
+    num_bytes: int
+    wall_s: float
+
+
+@dataclass(frozen=True)
+class CheckpointFailed(Event):
+    step: int
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class TextGenerated(Event):
+    step: int
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True)
+class MemoryMeasured(Event):
+    """Bytes on top of the runtime (interpreter + torch) that this rank used, beside what the plan said.
+
+    Keys of both dicts are the plan's memory categories; "peak" is the sum at the worst moment.
+    """
+
+    predicted_bytes: dict[str, int]
+    measured_bytes: dict[str, int]
+    runtime_bytes: int
+
+
+@dataclass(frozen=True)
+class StopRequested(Event):
+    """All ranks agreed to stop after `step`. `reason`: "sigterm" | "sigint"."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class RanksStarted(Event):
+    """From the supervisor: the processes of one attempt."""
+
+    pids: list[int]
+    start_s: float
+
+
+@dataclass(frozen=True)
+class RankFailed(Event):
+    """From the supervisor: the rank that failed first. `cause`: "exception" | "signal" | "exit"."""
+
+    failed_rank: int
+    step: int
+    phase: str
+    cause: str
+    detail: str
+    detected_s: float
+
+
+@dataclass(frozen=True)
+class RestartScheduled(Event):
+    """From the supervisor: the ranks start again from the newest checkpoint."""
+
+    restart: int
+    budget: int
+    from_step: int
+
+
+@dataclass(frozen=True)
+class RunFinished(Event):
+    """The last event of a run. `status`: "finished" | "preempted" | "interrupted" | "failed"."""
+
+    status: str
+    exit_code: int
+    step: int
+    wall_s: float
+
+
+@dataclass(frozen=True)
+class SinkDropped(Event):
+    """A sink died or fell behind: it is out, or lost `num_dropped` events; training goes on."""
+
+    sink: str
+    num_dropped: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Note(Event):
+    """A fact that has no class of its own; `code` is stable, `facts` is JSON."""
+
+    code: str
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """An event with who said it and when."""
+
+    event: Event
+    rank: int
+    attempt: int
+    time_unix_s: float
+
+    schema: ClassVar[int] = SCHEMA
+
+    def to_line(self) -> str:
+        """One line of strict JSON; NaN and infinities become null."""
+        head = {
+            "event": self.event.kind(),
+            "schema": SCHEMA,
+            "time_unix_s": round(self.time_unix_s, 4),
+            "rank": self.rank,
+            "attempt": self.attempt,
+        }
+        body = head | asdict(self.event)
+        try:
+            return json.dumps(body, separators=(",", ":"), allow_nan=False)
+        except ValueError:
+            return json.dumps(_finite(body), separators=(",", ":"), allow_nan=False)
+
+
+def seal(event: Event, *, rank: int, attempt: int) -> Envelope:
+    return Envelope(event, rank, attempt, time.time())
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+EVENTS: dict[str, type[Event]] = {cls.kind(): cls for cls in Event.__subclasses__()}
+
+
+def parse_line(line: str) -> Envelope | None:
+    """The envelope of one line, or None for a line that is torn or of a kind this release does not know."""
+    try:
+        body = json.loads(line)
+        cls = EVENTS[body["event"]]
+        fields = {name: body[name] for name in cls.__dataclass_fields__ if name in body}
+        fields = {name: math.nan if value is None else value for name, value in fields.items()}
+        return Envelope(cls(**fields), body["rank"], body["attempt"], body["time_unix_s"])
+    except (ValueError, KeyError, TypeError):
+        return None

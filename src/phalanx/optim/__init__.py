@@ -1,0 +1,1 @@
+"""Optimizers and learning-rate schedules as functions of the step."""

@@ -1,0 +1,1 @@
+"""What follows from a job: layout, memory, reasons. Torch-free."""

@@ -1,0 +1,67 @@
+"""Degrees along the axes of parallelism, and which rank stands where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+
+from phalanx.core.errors import LayoutError
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees along `AXES`, outermost first: rank = ((((pp)·dp_replicate + r)·dp_shard + s)·cp + c)·tp + t.
+
+    `ep` folds over dp_shard × cp and adds no ranks.
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in fields(self):
+            degree = getattr(self, axis.name)
+            if not isinstance(degree, int) or degree < 1:
+                raise LayoutError(f"{axis.name} is {degree!r}; a degree is a whole number of at least 1")
+        if (self.dp_shard * self.cp) % self.ep:
+            raise LayoutError(f"ep {self.ep} does not divide dp_shard x cp = {self.dp_shard * self.cp}")
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks that see different sequences."""
+        return self.dp_replicate * self.dp_shard
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where `rank` stands on each axis. Raises LayoutError for a rank outside the layout."""
+        if not 0 <= rank < self.world_size:
+            raise LayoutError(f"rank {rank} is outside the {self.world_size} ranks of {self}")
+        place: dict[str, int] = {}
+        for axis in reversed(AXES):
+            rank, place[axis] = divmod(rank, getattr(self, axis))
+        return {axis: place[axis] for axis in AXES}
+
+    def data_parallel_rank(self, rank: int) -> int:
+        """Which share of the global batch `rank` reads; equal for ranks that differ only in pp, cp or tp."""
+        place = self.coordinates(rank)
+        return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
+
+    def to_json(self) -> dict[str, int]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, int]) -> Layout:
+        return cls(**value)
+
+    def __str__(self) -> str:
+        parts = [f"{name}={degree}" for name, degree in asdict(self).items() if degree > 1]
+        return " x ".join(parts) or "one rank"

@@ -1,0 +1,1 @@
+"""Faults to inject and guards that decide about a step."""
