@@ -51,9 +51,7 @@ class PhalanxError(Exception):
 
     exit_code = ExitCode.INTERNAL
 
-    def __init__(
-        self, what: str, *, where: str | None = None, why: str | None = None, fix: str | None = None
-    ) -> None:
+    def __init__(self, what: str, *, where: str | None = None, why: str | None = None, fix: str | None = None) -> None:
         self.what, self.where, self.why, self.fix = what, where, why, fix
         super().__init__(what)
 

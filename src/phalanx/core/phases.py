@@ -112,11 +112,12 @@ class Phases:
             listener(self.step, name)
 
     def leave(self, name: str) -> None:
-        """End the innermost phase, which must be `name`."""
+        """End phase `name` and any that an exception left open inside it."""
         now = time.perf_counter()
-        assert self._stack and self._stack[-1][0] == name, (name, self._stack)
+        assert any(name == open_name for open_name, _ in self._stack), (name, self._stack)
         self._charge(now)
-        self._stack.pop()
+        while self._stack.pop()[0] != name:
+            pass
         self._since = now
         if self._stack and self._black_box is not None:
             self._black_box.write(self.step, *self._stack[-1])

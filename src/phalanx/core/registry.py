@@ -13,8 +13,8 @@ from phalanx.core.errors import EnvironmentProblem, LayoutError, did_you_mean
 def names(package: str) -> list[str]:
     """Kinds that live in `package` (for example "phalanx.nn.models"), found without importing any."""
     spec = importlib.util.find_spec(package)
-    assert spec is not None and spec.submodule_search_locations is not None, package
-    found = [module.name for module in pkgutil.iter_modules(list(spec.submodule_search_locations))]
+    assert spec is not None, package
+    found = [module.name for module in pkgutil.iter_modules(list(spec.submodule_search_locations or ()))]
     return sorted(name for name in found if not name.startswith("_"))
 
 
@@ -59,5 +59,3 @@ def require(module: str, *, extra: str, needed_for: str) -> Any:
         raise EnvironmentProblem(
             f"{needed_for} needs {module}", why=str(error), fix=f"pip install 'phalanx[{extra}]'"
         ) from None
-
-

@@ -13,6 +13,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Text = Annotated[str, Field(min_length=1)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -21,9 +22,15 @@ class Section(BaseModel):
 
 
 class Run(Section):
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] = "train"
+    name: Annotated[
+        str,
+        Field(
+            pattern=r"^[A-Za-z0-9._-]{1,64}$",
+            json_schema_extra={"wanted": "a name of 1 to 64 letters, digits, '.', '_' or '-'"},
+        ),
+    ] = "train"
     """Names the run directory and its pages."""
-    dir: str | None = None
+    dir: Text | None = None
     """Run directory; default runs/<name>-<time>. Everything a run writes is inside."""
     seed: Count = 0
     """Initial weights, sample order and dropout are pure functions of it."""
@@ -57,7 +64,7 @@ class Model(Section):
 
 
 class Data(Section):
-    source: str = "stdlib"
+    source: Text = "stdlib"
     """"stdlib" (the interpreter's own source text), a file, a directory, a glob, or a 1-D integer .npy of token ids."""
     seq_len: Positive = 128
     """Tokens of one sequence."""

@@ -1,0 +1,18 @@
+"""`python -m phalanx` and the `phalanx` command."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    if sys.platform == "win32":
+        print("phalanx: Windows is not supported; use WSL or Linux", file=sys.stderr)
+        sys.exit(6)
+    from phalanx.cli._app import run
+
+    sys.exit(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

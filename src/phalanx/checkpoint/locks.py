@@ -1,0 +1,195 @@
+"""The lock of a run directory: two live jobs never write into one, and a dead job never keeps anybody out.
+
+`RUN/lock` says who holds it; an flock on that file says that the holder lives. Whoever has the flock on the file
+that the path leads to owns the directory, so two jobs that race for it, or for the remains of a dead one, cannot both
+win. The text is for people, and for file systems without flock: there process id, start time and boot decide.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from phalanx.core.errors import RunLockedError
+from phalanx.core.files import resource_error
+
+LOCK_NAME = "lock"
+_PATIENCE_S = 0.5  # for another job that is taking or giving up the lock at this very moment
+_NO_FLOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process on a machine. `start_time` tells it from a later one with the same id."""
+
+    host: str
+    pid: int
+    start_time: float
+    boot_id: str
+    since_unix_s: float
+
+    def __str__(self) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since_unix_s))
+        return f"process {self.pid} on {self.host} since {since}"
+
+
+@dataclass(frozen=True)
+class Lock:
+    """A lock we hold. `reclaimed_from`: the dead job that had left it, if one had."""
+
+    path: Path
+    holder: Holder
+    reclaimed_from: Holder | None = None
+
+
+@contextmanager
+def hold_run_lock(run_dir: Path) -> Iterator[Lock]:
+    """Hold `run_dir` (which exists) for this process.
+
+    Raises RunLockedError (exit 9) naming the holder if another job lives, or may live on another host;
+    ResourceError if the directory cannot be written.
+    """
+    path = run_dir / LOCK_NAME
+    try:
+        fd, lock = _take(path)
+    except OSError as error:
+        raise resource_error(error, "locking the run directory", path) from None
+    try:
+        yield lock
+    finally:
+        _release(fd, lock)
+
+
+def _take(path: Path) -> tuple[int, Lock]:
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            locked = _try_flock(fd)
+            if locked and _is_at(path, fd):
+                left = _read_holder(fd)
+                if left is None or _is_dead(left):
+                    lock = Lock(path, _this_process(), reclaimed_from=left)
+                    _write_holder(fd, lock.holder)
+                    return fd, lock
+                raise _refusal(path, left)
+            if not locked:
+                holder = _read_holder(fd)
+                # A dead holder's lock in use: somebody is reclaiming it, and will have written its name in a moment.
+                is_settled = holder is not None and not _is_dead(holder)
+                if is_settled or time.monotonic() > deadline:
+                    raise _refusal(path, holder)
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+        time.sleep(0.01)
+
+
+def _release(fd: int, lock: Lock) -> None:
+    """Remove the lock if it is still ours: somebody may have removed it by hand, and another job taken it since."""
+    try:
+        if _is_at(lock.path, fd) and _read_holder(fd) == lock.holder:
+            lock.path.unlink()
+    except OSError:
+        pass
+    finally:
+        os.close(fd)
+
+
+def _try_flock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _NO_FLOCK:
+            return True  # the text decides alone
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return False
+        raise
+    return True
+
+
+def _is_at(path: Path, fd: int) -> bool:
+    """True if `path` still leads to the open file, which its holder may have removed between open and flock."""
+    try:
+        there, here = os.stat(path), os.fstat(fd)
+    except FileNotFoundError:
+        return False
+    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+
+
+def _read_holder(fd: int) -> Holder | None:
+    """Who wrote the file; None for an empty or torn one, whose writer did not live to hold it."""
+    try:
+        return Holder(**json.loads(os.pread(fd, 4096, 0)))
+    except (ValueError, TypeError):
+        return None
+
+
+def _write_holder(fd: int, holder: Holder) -> None:
+    text = json.dumps(asdict(holder), sort_keys=True).encode() + b"\n"
+    os.pwrite(fd, text, 0)
+    os.ftruncate(fd, len(text))
+    os.fsync(fd)
+
+
+def _is_dead(holder: Holder) -> bool:
+    """True only where this machine can know it."""
+    if holder.host != socket.gethostname():
+        return False
+    if holder.boot_id != _boot_id():
+        return True
+    return _start_time(holder.pid) != holder.start_time
+
+
+def _refusal(path: Path, holder: Holder | None) -> RunLockedError:
+    if holder is None:
+        return RunLockedError("another job is taking this run directory", where=str(path.parent), fix="try again")
+    if holder.host == socket.gethostname():
+        fix = "wait for it, stop it, or choose another run.dir"
+    else:
+        fix = f"if that job is known to be gone, remove {path}"
+    return RunLockedError(f"the run directory is in use by {holder}", where=str(path.parent), fix=fix)
+
+
+def _this_process() -> Holder:
+    pid = os.getpid()
+    start_time = _start_time(pid)
+    assert start_time is not None
+    return Holder(socket.gethostname(), pid, start_time, _boot_id(), round(time.time(), 3))
+
+
+def _start_time(pid: int) -> float | None:
+    """When a process started: clock ticks since boot on Linux, else seconds of the epoch. None: there is no such."""
+    try:
+        # The command's name, in parentheses, may itself hold spaces and parentheses.
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        return None if fields[0] in (b"Z", b"X") else float(fields[19])
+    except FileNotFoundError:
+        if Path("/proc/self/stat").exists():
+            return None
+    except ProcessLookupError:
+        return None
+    import psutil
+
+    try:
+        return float(psutil.Process(pid).create_time())
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        import psutil
+
+        return str(round(psutil.boot_time()))

@@ -1,0 +1,162 @@
+"""What a checkpoint says about itself: one JSON file, written last. Torch-free; nothing here is ever executed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from phalanx.core.errors import CheckpointError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+_STEP = re.compile(r"step-(\d+)")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One block of a logical tensor: entry `key` of `file`, standing at `offset` in the full tensor."""
+
+    file: str
+    key: str
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    num_bytes: int
+    xxh3: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """`facts` is what a TrainState says besides tensors (step, tokens, cursor, seed)."""
+
+    step: int
+    job_digest: str
+    layout: dict[str, int]
+    facts: dict[str, Any]
+    tensors: dict[str, StoredTensor]
+    aliases: dict[str, str]
+    files: dict[str, StoredFile]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format": FORMAT, **asdict(self)}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files.values())
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Read and check the manifest of one checkpoint. Raises CheckpointError naming what is wrong."""
+    path = directory / MANIFEST
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError("incomplete: it was never committed", where=str(directory)) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError("the manifest cannot be read", where=str(path), why=str(error)) from None
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        found = body.get("format") if isinstance(body, dict) else type(body).__name__
+        raise CheckpointError(f"format {found!r} is not {FORMAT}", where=str(path), fix="use the release that wrote it")
+    try:
+        return _parse(body)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError("the manifest is damaged", where=str(path), why=repr(error)) from None
+
+
+def _parse(body: Mapping[str, Any]) -> Manifest:
+    tensors = {
+        name: StoredTensor(
+            tuple(map(int, t["shape"])),
+            str(t["dtype"]),
+            tuple(
+                Piece(_file_name(p["file"]), str(p["key"]), tuple(p["offset"]), tuple(p["size"])) for p in t["pieces"]
+            ),
+        )
+        for name, t in body["tensors"].items()
+    }
+    files = {_file_name(name): StoredFile(int(f["num_bytes"]), str(f["xxh3"])) for name, f in body["files"].items()}
+    for name, tensor in tensors.items():
+        for piece in tensor.pieces:
+            if piece.file not in files:
+                raise ValueError(f"{name} is in {piece.file}, which is not listed")
+    return Manifest(
+        int(body["step"]),
+        str(body["job_digest"]),
+        dict(body["layout"]),
+        dict(body["facts"]),
+        tensors,
+        dict(body["aliases"]),
+        files,
+    )
+
+
+def _file_name(name: Any) -> str:
+    """A plain file name: a manifest cannot point outside its directory."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9._-]{1,128}", name) or name.startswith("."):
+        raise ValueError(f"bad file name {name!r}")
+    return name
+
+
+def file_xxh3(path: Path) -> str:
+    """XXH3-64 of a file's bytes, in hex."""
+    hasher = xxhash.xxh3_64()
+    with open(path, "rb") as file:
+        while chunk := file.read(4 << 20):
+            hasher.update(chunk)
+    return hasher.hexdigest()
+
+
+def verify_file(directory: Path, name: str, stored: StoredFile) -> None:
+    """Raise CheckpointError unless `name` has exactly the bytes that were written."""
+    path = directory / name
+    try:
+        size = path.stat().st_size
+        if size != stored.num_bytes:
+            raise CheckpointError(f"{size} bytes, not the {stored.num_bytes} that were written", where=str(path))
+        found = file_xxh3(path)
+    except OSError as error:
+        raise CheckpointError("a file of the checkpoint cannot be read", where=str(path), why=str(error)) from None
+    if found != stored.xxh3:
+        raise CheckpointError(
+            "its bytes are not those that were written", where=str(path), why=f"xxh3 {found}, not {stored.xxh3}"
+        )
+
+
+def checkpoint_directory(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / f"step-{step}"
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """Committed checkpoints of a run, oldest first. Uncommitted directories have other names."""
+    found = []
+    try:
+        entries = list((run_dir / "checkpoints").iterdir())
+    except OSError:
+        return []
+    for entry in entries:
+        match = _STEP.fullmatch(entry.name)
+        if match and (entry / MANIFEST).is_file():
+            found.append((int(match[1]), entry))
+    return [entry for _, entry in sorted(found)]
+
+
+def newest_step(run_dir: Path) -> int:
+    """The step of the newest committed checkpoint, 0 if there is none."""
+    found = list_checkpoints(run_dir)
+    return int(found[-1].name.removeprefix("step-")) if found else 0

@@ -1,0 +1,111 @@
+"""The command line: a group that imports a verb only when it is called, and turns errors into lines and exit codes."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from phalanx.core.errors import ExitCode, JobError, PhalanxError, did_you_mean
+from phalanx.core.registry import names
+
+PACKAGE = "phalanx.cli"
+TRY = "Try it: phalanx train (a small decoder on this interpreter's own source text, two ranks or more)"
+# typer exports only a leaf of its exceptions: BadParameter < UsageError < ClickException
+UsageMistake, AnyMistake = typer.BadParameter.__mro__[1:3]
+
+
+class Verbs(TyperGroup):
+    """One file of this folder per verb. A verb's help line is read from its file, not imported."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return names(PACKAGE)
+
+    def get_command(self, ctx: Any, name: str) -> Any:
+        if name not in names(PACKAGE):
+            return None
+        module = importlib.import_module(f"{PACKAGE}.{name}")
+        app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+        app.command(name=name, epilog=getattr(module, "EXAMPLE", None))(module.command)
+        return typer.main.get_command(app)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in names(PACKAGE):
+            near = did_you_mean(args[0], names(PACKAGE))
+            raise UsageMistake(f"no verb {args[0]!r}" + (f"; {near}" if near else ""))
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Verbs"):
+            formatter.write_dl([(name, help_line(name)) for name in names(PACKAGE)])
+
+
+def help_line(verb: str) -> str:
+    """The first line of a verb's module docstring."""
+    source = (Path(__file__).parent / f"{verb}.py").read_text(encoding="utf-8")
+    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+
+
+def build() -> Any:
+    """The command group of `phalanx`."""
+    app = typer.Typer(
+        cls=Verbs,
+        epilog=TRY,
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+    @app.callback()
+    def phalanx(
+        version: bool = typer.Option(False, "--version", help="Show the version and exit.", is_eager=True),
+    ) -> None:
+        """Plans, proves, runs and protects distributed PyTorch training."""
+        if version:
+            from phalanx import __version__
+
+            print(f"phalanx {__version__}")
+            raise typer.Exit
+
+    return typer.main.get_group(app)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line; returns the exit code. User errors are printed without a traceback."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # package.module:factory is found beside where you stand
+    try:
+        result = build().main(list(arguments), prog_name="phalanx", standalone_mode=False)
+        return result if isinstance(result, int) else ExitCode.OK
+    except PhalanxError as error:
+        tell(error)
+        return error.exit_code
+    except (typer.Abort, KeyboardInterrupt):
+        return ExitCode.INTERRUPTED
+    except typer.Exit as stop:
+        return stop.exit_code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads; be quiet at exit, too
+        return ExitCode.OK
+    except AnyMistake as mistake:
+        if type(mistake).__name__ == "NoArgsIsHelpError":
+            mistake.show()  # type: ignore[attr-defined]
+        else:
+            print(f"phalanx: {mistake.format_message()}; see phalanx --help", file=sys.stderr)  # type: ignore[attr-defined]
+        return ExitCode.USAGE
+
+
+def tell(error: PhalanxError) -> None:
+    """Print an error: each problem of a job on its own line."""
+    lines = str(error).splitlines() if isinstance(error, JobError) else [str(error)]
+    for line in lines:
+        print(f"phalanx: {line}", file=sys.stderr)

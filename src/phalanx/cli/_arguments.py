@@ -1,0 +1,21 @@
+"""What verbs share of their arguments: `[JOB.toml] [key=value ...]`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from phalanx.core.errors import UsageError
+
+_OVERRIDE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*=")
+
+
+def split_arguments(arguments: Sequence[str], *, allow_file: bool = True) -> tuple[str | None, list[str]]:
+    """(job file or None, overrides). Raises UsageError (exit 2) for a second file."""
+    files = [argument for argument in arguments if not _OVERRIDE.match(argument)]
+    overrides = [argument for argument in arguments if _OVERRIDE.match(argument)]
+    if files and not allow_file:
+        raise UsageError(f"{files[0]!r}: a resumed run has its own job", fix="give only key=value")
+    if len(files) > 1:
+        raise UsageError(f"{files[1]!r}: one job file is enough", fix="overrides are written section.key=value")
+    return (files[0] if files else None), overrides

@@ -1,0 +1,119 @@
+"""What comes before and after the ranks of a run, whoever starts them."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.checkpoint.locks import hold_run_lock
+from phalanx.checkpoint.manifest import list_checkpoints
+from phalanx.cli._baselines import score
+from phalanx.cli._summary import summary_lines
+from phalanx.core.errors import UsageError
+from phalanx.core.files import open_run_directory, resource_error, write_json_atomic
+from phalanx.core.registry import is_foreign
+from phalanx.data.corpus import Corpus, prepare_corpus
+from phalanx.job.foreign import probe_foreign_shape
+from phalanx.job.schema import Job
+from phalanx.job.shape import ModelShape
+from phalanx.launch.supervisor import Outcome
+from phalanx.observe.bus import Bus
+from phalanx.plan.cluster import detect_cluster
+from phalanx.plan.planner import Plan, describe, make_plan
+from phalanx.report.page import write_report
+
+CHECKPOINT_BYTES_PER_PARAM = 12  # fp32 weights and two moments
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All that is decided before the first rank starts."""
+
+    job: Job
+    plan: Plan
+    corpus: Corpus
+    run_dir: Path
+
+
+def foreign_shape(job: Job) -> ModelShape | None:
+    """What is known of a user's own module; None for a built-in one."""
+    if not is_foreign(job.model.kind):
+        return None
+    return probe_foreign_shape(job.model.kind, job.model.args, cache_dir=None)
+
+
+@contextlib.contextmanager
+def prepared_run(job: Job, run_dir: Path, *, resume: bool, num_ranks: int | None) -> Iterator[Prepared]:
+    """Plan, lock the run directory and prepare the data. What cannot start leaves nothing behind."""
+    cluster = detect_cluster(job.cluster.device)
+    shape = foreign_shape(job)
+    make_plan(job, cluster=cluster, num_ranks=num_ranks, shape=shape)  # refuse a bad layout before writing anything
+    if not resume and (run_dir / "job.json").exists():
+        raise UsageError("a run is there already", where=str(run_dir), fix=f"use --resume {run_dir} or another run.dir")
+    existed = run_dir.exists()
+    try:
+        open_run_directory(run_dir)
+        with hold_run_lock(run_dir):
+            corpus = prepare_corpus(
+                job.data.source,
+                job.data.held_out_fraction,
+                run_dir / "data",
+                seq_len=job.data.seq_len,
+                vocab_size=job.model.vocab_size,
+            )
+            vocab_size = job.model.vocab_size or corpus.vocab_size
+            plan = make_plan(job, cluster=cluster, vocab_size=vocab_size, num_ranks=num_ranks, shape=shape)
+            if not resume:
+                open_run_directory(run_dir, needed_bytes=plan.num_params * CHECKPOINT_BYTES_PER_PARAM)
+            try:
+                write_json_atomic(run_dir / "job.json", job.to_json())
+                write_json_atomic(run_dir / "plan.json", plan.to_json())
+            except OSError as error:
+                raise resource_error(error, "writing the run's facts", run_dir) from None
+            existed = True
+            yield Prepared(job, plan, corpus, run_dir)
+    finally:
+        if not existed:
+            shutil.rmtree(run_dir, ignore_errors=True)
+
+
+def announce(run: Prepared) -> None:
+    """What is about to happen, before it does."""
+    print(f"run     {run.run_dir}")
+    train, held = (run.corpus.splits[name] for name in ("train", "held_out"))
+    skipped = f", {run.corpus.num_skipped_files} binary files skipped" if run.corpus.num_skipped_files else ""
+    print(
+        f"data    {run.corpus.source}: {train.num_tokens:,} training tokens in {train.num_documents:,} documents, "
+        f"{held.num_tokens:,} held out in {held.num_documents:,}{skipped}"
+    )
+    for line in describe(run.plan):
+        print(line)
+    sys.stdout.flush()
+
+
+def score_baselines(run: Prepared, bus: Bus) -> None:
+    """Fit n-gram models on the same training split and score them on the same held-out tokens."""
+    if run.job.train.eval_tokens and run.corpus.splits["held_out"].num_tokens > 1:
+        for event in score(run.corpus, run.job.train.eval_tokens):
+            bus.emit(event)
+
+
+def conclude(run: Prepared, outcome: Outcome) -> int:
+    """The page, and the last lines: what came out and where it is."""
+    with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
+        write_report(run.run_dir)
+    if outcome.status == "finished":
+        for line in summary_lines(run.run_dir):
+            print(line)
+    elif outcome.message:
+        print(outcome.message, file=sys.stderr)
+    saved = list_checkpoints(run.run_dir)
+    if outcome.status != "finished" and saved:
+        print(f"resume  phalanx train --resume {run.run_dir}   (newest checkpoint: {saved[-1].name})")
+    print(f"report  {run.run_dir / 'report.html'}")
+    print(f"run     {run.run_dir}")
+    return outcome.exit_code

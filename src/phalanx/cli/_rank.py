@@ -1,0 +1,250 @@
+"""One rank from start to end: open the mesh, build, restore, train, evaluate. The supervisor forks into `main`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+import phalanx
+from phalanx.checkpoint.manifest import list_checkpoints
+from phalanx.core.errors import ExitCode
+from phalanx.core.phases import BlackBox, Phases
+from phalanx.core.registry import is_foreign, resolve
+from phalanx.data.corpus import Corpus, load_corpus
+from phalanx.data.loader import HeldOutBatches, TrainBatches
+from phalanx.job.schema import Job
+from phalanx.job.shape import shape_of
+from phalanx.launch.paths import black_box
+from phalanx.launch.rank_env import read_rank_env
+from phalanx.mesh.logical import local_bytes, local_tensor
+from phalanx.mesh.mesh import Mesh, open_mesh
+from phalanx.nn.build import build_model, build_objective
+from phalanx.observe.bus import Bus, Sink
+from phalanx.observe.events import EvalFinished, MemoryMeasured, Note, RunStarted, TextGenerated
+from phalanx.optim.adamw import build_adamw
+from phalanx.parallel.parallelize import parallelize, transforms
+from phalanx.plan.planner import Plan
+from phalanx.resilience.fault import fault_listener
+from phalanx.resilience.guards import NonFiniteGuard, NoTargetsGuard
+from phalanx.train.generate import generate
+from phalanx.train.state import TrainState
+from phalanx.train.trainer import StopFlags, Trainer
+
+PROMPT = "def "
+
+transforms()  # imported in the server, once, instead of in every rank
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """What one rank is to run. `started_unix_s` is when the person pressed return."""
+
+    job: Job
+    plan: Plan
+    run_dir: Path
+    rank: int
+    attempt: int
+    started_unix_s: float
+
+
+def main(payload: dict[str, Any]) -> int:
+    """Train as one supervised rank. `payload`: run_dir, job, plan (JSON) and started_unix_s. Returns the exit code."""
+    ranks = read_rank_env(os.environ)
+    assert ranks is not None, "the supervisor sets RANK"
+    job = Job.model_validate_json(json.dumps(payload["job"]))
+    plan, started_unix_s = Plan.from_json(payload["plan"]), float(payload["started_unix_s"])
+    return run_rank(RankRun(job, plan, Path(payload["run_dir"]), ranks.rank, ranks.attempt, started_unix_s))
+
+
+def run_rank(run: RankRun, *, sinks: Sequence[tuple[str, Sink]] = (), store: Any = None) -> int:
+    """Train as one rank; `sinks` come on top of the job's. Returns the exit code."""
+    job, rank = run.job, run.rank
+    stop = StopFlags()
+    stop.listen()
+    inject = job.resilience.inject
+    listeners = (fault_listener(inject, rank=rank, run_dir=run.run_dir),) if inject else ()
+    phases = Phases(BlackBox(black_box(run.run_dir, rank)), listeners)
+    if rank == 0:
+        sinks = [*sinks, *open_sinks(job, run.run_dir)]
+    bus = Bus(rank=rank, attempt=run.attempt, run_dir=run.run_dir, sinks=sinks)
+    try:
+        return _train(run, bus, phases, stop, store)
+    finally:
+        bus.close()
+
+
+def open_sinks(job: Job, run_dir: Path) -> list[tuple[str, Sink]]:
+    return [(kind, resolve(kind, "phalanx.observe.sinks", "open_sink")(run_dir)) for kind in job.observe.sinks]
+
+
+def _train(run: RankRun, bus: Bus, phases: Phases, stop: StopFlags, store: Any) -> int:
+    job, plan, run_dir = run.job, run.plan, run.run_dir
+    phases.enter("startup")
+    timeout_s = job.resilience.collective_timeout_s
+    with open_mesh(plan.layout, device=plan.device, timeout_s=timeout_s, store=store) as mesh:
+        corpus = load_corpus(run_dir / "data")
+        mesh.require_agreement(
+            {
+                "job": job.to_json(),
+                "plan": plan.to_json(),
+                "data": corpus.to_json(),
+                "torch": torch.__version__,
+                "phalanx": phalanx.__version__,
+            }
+        )
+        meter = MemoryMeter(mesh.device)
+        state = build_state(job, plan, mesh, phases)
+        checkpoints = list_checkpoints(run_dir)
+        if checkpoints:
+            state.restore(checkpoints[-1], phases=phases)
+        with _train_batches(job, plan, mesh, corpus) as data:
+            trainer = Trainer(
+                job,
+                plan,
+                mesh,
+                state,
+                bus,
+                data=data,
+                objective=build_objective(job),
+                guards=(NoTargetsGuard(), NonFiniteGuard(job.resilience.max_skipped_steps)),
+                stop=stop,
+                run_dir=run_dir,
+            )
+            if mesh.rank == 0:
+                bus.emit(_run_started(job, plan, mesh, state, checkpoints, run.started_unix_s))
+            phases.leave("startup")
+            ended = trainer.run()
+        bus.emit(meter.measure(state, plan))
+        if ended == "finished":
+            _afterwards(job, plan, mesh, corpus, trainer)
+        mesh.barrier()
+    return {"finished": ExitCode.OK, "sigterm": ExitCode.PREEMPTED, "sigint": ExitCode.INTERRUPTED}[ended]
+
+
+def build_state(job: Job, plan: Plan, mesh: Mesh, phases: Phases) -> TrainState:
+    """The model of the job, made parallel by the plan, with its optimizer: step 0."""
+    foreign = is_foreign(job.model.kind)
+    shape = None if foreign else shape_of(job, plan.vocab_size)
+    module = build_model(job, shape)
+    model = parallelize(module, plan, mesh, phases=phases, seed=job.run.seed)
+    return TrainState(model, build_adamw(model.named_parameters(), job.optim), job.run.seed)
+
+
+@contextlib.contextmanager
+def _train_batches(job: Job, plan: Plan, mesh: Mesh, corpus: Corpus) -> Iterator[TrainBatches]:
+    data = TrainBatches(
+        corpus,
+        plan.seq_len,
+        job.run.seed,
+        plan.global_batch_size,
+        plan.micro_batch_size,
+        plan.layout.data_parallel_size,
+        mesh.data_parallel_rank,
+    )
+    try:
+        yield data
+    finally:
+        data.close()
+
+
+def _run_started(
+    job: Job, plan: Plan, mesh: Mesh, state: TrainState, checkpoints: list[Path], started_unix_s: float
+) -> RunStarted:
+    return RunStarted(
+        run=job.run.name,
+        job_digest=plan.job_digest,
+        world_size=mesh.world_size,
+        step=state.step,
+        total_steps=job.train.steps,
+        device=str(mesh.device),
+        layout=plan.layout.to_json(),
+        restored_from=checkpoints[-1].name if checkpoints else "",
+        startup_s=time.time() - started_unix_s,
+    )
+
+
+def _afterwards(job: Job, plan: Plan, mesh: Mesh, corpus: Corpus, trainer: Trainer) -> None:
+    """Held-out loss and a sample of text, once the last step is done and saved."""
+    step = trainer.state.step
+    if job.train.eval_tokens and corpus.splits["held_out"].num_tokens > 1:
+        began = time.perf_counter()
+        batches = HeldOutBatches(
+            corpus,
+            plan.seq_len,
+            plan.micro_batch_size,
+            plan.layout.data_parallel_size,
+            mesh.data_parallel_rank,
+            job.train.eval_tokens,
+        )
+        loss, num_targets = trainer.evaluate(batches)
+        if mesh.rank == 0:
+            trainer.bus.emit(EvalFinished(step, loss, num_targets, time.perf_counter() - began))
+    if job.train.sample_tokens and corpus.tokenizer == "bytes" and job.model.objective is None:
+        try:
+            tokens = generate(
+                trainer.state.model,
+                corpus.encode(PROMPT),
+                num_tokens=job.train.sample_tokens,
+                context=plan.seq_len,
+                seed=job.run.seed,
+            )
+        except TypeError as error:  # a user's model that does not return logits; the same on every rank
+            trainer.bus.emit(Note("no_sample", {"why": str(error)}))
+            return
+        if mesh.rank == 0:
+            trainer.bus.emit(TextGenerated(step, PROMPT, corpus.decode(tokens)))
+
+
+@dataclass
+class MemoryMeter:
+    """Peak memory of this rank on top of what interpreter and torch take. Made before the model is built."""
+
+    device: torch.device
+    runtime_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        with contextlib.suppress(OSError):  # Linux: forget the peak of before
+            Path("/proc/self/clear_refs").write_text("5")
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            self.runtime_bytes = psutil.Process().memory_info().rss
+
+    def peak_bytes(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024 - self.runtime_bytes
+        return psutil.Process().memory_info().rss - self.runtime_bytes
+
+    def measure(self, state: TrainState, plan: Plan) -> MemoryMeasured:
+        """States are counted from their tensors; "peak" is the process's, so activations are part of it."""
+        shards = state.shards()
+        parameters = {name: shard for name, shard in shards.items() if not name.startswith("optim/")}
+        trainable = sum(p.requires_grad * _local_bytes(p) for p in state.model.parameters())
+        predicted = plan.chosen.predicted_bytes
+        return MemoryMeasured(
+            predicted_bytes=predicted | {"peak": sum(predicted.values())},
+            measured_bytes={
+                "parameters": local_bytes(parameters),
+                "gradients": trainable,
+                "optimizer": local_bytes(shards) - local_bytes(parameters),
+                "peak": self.peak_bytes(),
+            },
+            runtime_bytes=self.runtime_bytes,
+        )
+
+
+def _local_bytes(parameter: torch.Tensor) -> int:
+    local = local_tensor(parameter)
+    return local.numel() * local.element_size()

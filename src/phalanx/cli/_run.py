@@ -1,0 +1,102 @@
+"""A training run from the command line: prepare the run directory, start or join ranks, say what came out."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from phalanx.checkpoint.manifest import newest_step
+from phalanx.cli._prepare import Prepared, announce, conclude, prepared_run, score_baselines
+from phalanx.core.errors import ExitCode, UsageError
+from phalanx.job.load import load_job, load_job_json
+from phalanx.job.schema import Job
+from phalanx.launch.external import external_ranks
+from phalanx.launch.paths import next_attempt
+from phalanx.launch.supervisor import LaunchSpec, supervise
+from phalanx.observe.bus import Bus
+from phalanx.observe.console import Console, open_console
+from phalanx.observe.events import RunFinished
+from phalanx.observe.tail import EventTail
+
+PRELOAD = ("torch", "phalanx.cli._rank")
+
+
+def train(job_file: str | None, overrides: Sequence[str], resume: str | None) -> int:
+    """The verb. Raises PhalanxError for anything a user can mend; returns the exit code."""
+    began = time.monotonic()
+    ranks = external_ranks(os.environ)
+    if resume is not None:
+        run_dir, job = _resumed_job(resume, overrides)
+    else:
+        job = load_job(job_file, overrides)
+        run_dir = Path(job.run.dir or _fresh_name(job))
+    if ranks is not None:
+        from phalanx.cli._external import train_as_rank
+
+        return train_as_rank(job, run_dir, ranks, resume=resume is not None)
+    with prepared_run(job, run_dir, resume=resume is not None, num_ranks=None) as run:
+        if newest_step(run.run_dir) >= run.job.train.steps:
+            print(f"run     {run.run_dir}: step {run.job.train.steps} is done and saved; nothing to do")
+            return ExitCode.OK
+        announce(run)
+        return _supervised(run, began)
+
+
+def _resumed_job(resume: str, overrides: Sequence[str]) -> tuple[Path, Job]:
+    run_dir = Path(resume)
+    if not (run_dir / "job.json").is_file():
+        raise UsageError("no run to resume is there", where=resume, fix="give a directory that phalanx train wrote")
+    return run_dir, load_job_json(run_dir / "job.json", [*overrides, f"run.dir={resume}"])
+
+
+def _fresh_name(job: Job) -> str:
+    return f"runs/{job.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _supervised(run: Prepared, began: float) -> int:
+    job, run_dir = run.job, run.run_dir
+    payload = {
+        "run_dir": str(run_dir.resolve()),
+        "job": job.to_json(),
+        "plan": run.plan.to_json(),
+        "started_unix_s": time.time() - (time.monotonic() - began),
+    }
+    spec = LaunchSpec(
+        entry="phalanx.cli._rank:main",
+        payload=payload,
+        num_ranks=run.plan.world_size,
+        run_dir=run_dir,
+        preload=PRELOAD,
+        max_restarts=job.resilience.max_restarts,
+        grace_s=job.resilience.grace_s,
+    )
+    attempt = next_attempt(run_dir)
+    bus = Bus(rank=-1, attempt=attempt, run_dir=run_dir)
+    console = open_console(sys.stdout, total_steps=job.train.steps, log_every=job.observe.log_every)
+    tail = EventTail(run_dir, attempt_from=attempt)
+    try:
+        outcome = supervise(
+            spec,
+            bus=bus,
+            on_tick=lambda: _show(console, tail),
+            say=console.say,
+            newest_step=lambda: newest_step(run_dir),
+        )
+        _show(console, tail)
+        if outcome.status == "finished":
+            score_baselines(run, bus)
+            _show(console, tail)
+        bus.emit(RunFinished(outcome.status, outcome.exit_code, newest_step(run_dir), time.monotonic() - began))
+    finally:
+        console.close()
+        bus.close()
+    return conclude(run, outcome)
+
+
+def _show(console: Console, tail: EventTail) -> None:
+    for envelope in tail.poll():
+        console.write(envelope)
+    console.tick()

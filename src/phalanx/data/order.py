@@ -1,0 +1,101 @@
+"""The order of samples: a pure function of (seed, global index), without state or a table of what was seen. Torch-free.
+
+Sample `i` of a run is the same at any number of ranks, so that the data cursor of a checkpoint is one integer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.core.digest import stable_hash64
+
+Uint64s = NDArray[np.uint64]
+
+_NUM_ROUNDS = 6
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: consecutive multiples are far apart
+_PHASE = 0x5851F42D4C957F2D  # tells the key of an epoch's phase from those of its permutation
+_MASK64 = 2**64 - 1
+
+
+def permute(index: NDArray[np.integer], n: int, key: int | Uint64s) -> NDArray[np.int64]:
+    """Where a keyed permutation of [0, n) takes each of `index`: a bijection for every key and every n >= 1.
+
+    `key` is one number, or one per index. A Feistel network over the next power of two from n on, and again for what
+    falls outside [0, n) (cycle-walking; fewer than half of the values do): O(1) memory, a few passes over `index`.
+    """
+    assert n >= 1, n
+    values = np.asarray(index, dtype=np.uint64).ravel()
+    assert values.size == 0 or int(values.max()) < n, (n, index)
+    keys = np.broadcast_to(np.asarray(key, dtype=np.uint64).ravel(), values.shape)
+    round_keys = [_mix(keys + np.uint64(number * _GOLDEN & _MASK64)) for number in range(1, _NUM_ROUNDS + 1)]
+    num_bits = (n - 1).bit_length()
+    permuted = _feistel(values, round_keys, num_bits)
+    while (outside := permuted >= n).any():
+        permuted = np.where(outside, _feistel(permuted, round_keys, num_bits), permuted)
+    return permuted.astype(np.int64).reshape(np.shape(index))
+
+
+def _feistel(values: Uint64s, round_keys: list[Uint64s], num_bits: int) -> Uint64s:
+    """A keyed bijection of [0, 2**num_bits): each round changes one half by a hash of the other, which undoes it."""
+    low_bits = num_bits // 2
+    low_mask, high_mask = np.uint64((1 << low_bits) - 1), np.uint64((1 << (num_bits - low_bits)) - 1)
+    low, high = values & low_mask, values >> np.uint64(low_bits)
+    for number, round_key in enumerate(round_keys):
+        if number % 2 == 0:
+            high = high ^ (_mix(low ^ round_key) & high_mask)
+        else:
+            low = low ^ (_mix(high ^ round_key) & low_mask)
+    return (high << np.uint64(low_bits)) | low
+
+
+def _mix(values: Uint64s) -> Uint64s:
+    """A bijective hash of 64 bits (the finaliser of SplitMix64, Steele et al. 2014)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """Which tokens sample `i` of a run reads: seq_len + 1 of them from `starts([i])` on.
+
+    An epoch cuts the tokens into windows of seq_len in a permuted order. Where the cuts lie moves by less than a
+    window from epoch to epoch, so that no token is always the first of its window; for that each epoch leaves out up
+    to one window at the edges.
+    """
+
+    num_tokens: int
+    seq_len: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        assert self.num_tokens > self.seq_len, "prepare_corpus refuses these"
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return max(1, self.num_tokens // self.seq_len - 1)
+
+    def starts(self, indices: NDArray[np.integer]) -> NDArray[np.int64]:
+        """Offset of the first token of each sample, same shape as `indices` (global sample numbers from 0)."""
+        epochs, samples = np.divmod(np.asarray(indices, dtype=np.int64).ravel(), self.samples_per_epoch)
+        keys = self._epoch_keys(epochs)
+        starts = permute(samples, self.samples_per_epoch, keys) * self.seq_len + self._phases(keys)
+        return starts.reshape(np.shape(indices))
+
+    def _epoch_keys(self, epochs: NDArray[np.int64]) -> Uint64s:
+        return _mix(epochs.astype(np.uint64) ^ np.uint64(stable_hash64("sample order", self.seed)))
+
+    def _phases(self, epoch_keys: Uint64s) -> NDArray[np.int64]:
+        """How far each epoch's windows are shifted, in [0, seq_len) as far as the last window allows."""
+        room = self.num_tokens - 1 - self.samples_per_epoch * self.seq_len
+        num_phases = np.uint64(min(room, self.seq_len - 1) + 1)
+        return (_mix(epoch_keys ^ np.uint64(_PHASE)) % num_phases).astype(np.int64)
+
+
+def num_held_out_targets(num_tokens: int, max_tokens: int | None) -> int:
+    """How many held-out tokens are scored: all but the first, which nothing predicts, and at most `max_tokens`."""
+    available = max(0, num_tokens - 1)
+    return available if max_tokens is None else min(available, max_tokens)

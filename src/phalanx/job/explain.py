@@ -1,0 +1,218 @@
+"""What is wrong with a job, in words: what was wanted, what was given, and what to do.
+
+The words come from the schema itself (types, bounds, choices), so that a new key explains itself.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
+
+from phalanx.core.errors import did_you_mean
+from phalanx.job.positions import Path
+from phalanx.job.schema import Job
+
+# What other systems call our keys, where the spelling does not lead there.
+SYNONYMS = {
+    "batch_size": "train.global_batch_size",
+    "epochs": "train.steps",
+    "gradient_clipping": "optim.clip_norm",
+    "hidden_size": "model.dim",
+    "learning_rate": "optim.lr",
+    "max_grad_norm": "optim.clip_norm",
+    "max_steps": "train.steps",
+    "n_layer": "model.num_layers",
+    "world_size": "parallel.ranks",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing wrong, before it is known where it stands. `also`: other keys that took part in it."""
+
+    path: Path
+    what: str
+    fix: str = ""
+    at_key: bool = False
+    also: tuple[Path, ...] = ()
+    override: int | None = None  # the override that could not be read, which has no place in the job
+
+
+@cache
+def sections() -> dict[str, tuple[str, ...]]:
+    """The keys of each section."""
+    return {name: tuple(_section(name).model_fields) for name in Job.model_fields}
+
+
+def annotation(path: Path) -> Any:
+    """The declared type of `section.key`, or None if there is no such key."""
+    if len(path) != 2 or path[1] not in sections().get(str(path[0]), ()):
+        return None
+    return _section(str(path[0])).model_fields[str(path[1])].annotation
+
+
+def arms(declared: Any) -> tuple[Any, ...]:
+    """`int | None` -> (int, None type); anything else stands alone."""
+    return get_args(declared) if get_origin(declared) in (Union, UnionType) else (declared,)
+
+
+def dotted(path: Path) -> str:
+    """("observe", "sinks", 1) -> 'observe.sinks[1]'."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return printable(text)
+
+
+def printable(text: str, limit: int = 60) -> str:
+    """`text` on one line, without what a terminal cannot print."""
+    shown = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+    return shown if len(shown) <= limit else shown[: limit - 3] + "..."
+
+
+def wanted(schema: dict[str, Any]) -> str:
+    """A JSON schema in words: 'a whole number of at least 1 or "none"'."""
+    if "anyOf" in schema:
+        return " or ".join(wanted(arm) for arm in schema["anyOf"])
+    if "wanted" in schema:
+        return str(schema["wanted"])
+    if "enum" in schema or "const" in schema:
+        choices = schema.get("enum", [schema.get("const")])
+        words = [json.dumps(choice) for choice in choices]
+        return words[0] if len(words) == 1 else f"one of {', '.join(words)}"
+    if "prefixItems" in schema:
+        each = sorted({wanted(item) for item in schema["prefixItems"]})
+        return f"a list of {len(schema['prefixItems'])}, each {' or '.join(each)}"
+    kind = schema.get("type", "")
+    if kind == "array":
+        return f"a list, each {wanted(schema['items'])}" if schema.get("items") else "a list"
+    words_of = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "null": '"none"'}
+    return words_of.get(kind, {"object": "a table", "string": "a string"}.get(kind, "a value")) + _bounds(schema)
+
+
+def given(value: Any) -> str:
+    """A value as the user wrote it, shortened."""
+    if value is None:
+        return '"none"'
+    if isinstance(value, dict):
+        return "a table"
+    if isinstance(value, str):
+        return f'"{printable(value)}"'
+    if isinstance(value, list):
+        return f"a list of {len(value)}" if len(str(value)) > 40 else json.dumps(value)
+    return json.dumps(value)
+
+
+def wrong_value(path: Path, value: Any) -> Finding:
+    """The value at `path` has the wrong type, or is out of range, or is none of the choices."""
+    if len(path) == 1:
+        fix = f"write [{path[0]}] on a line of its own and its keys below"
+        return Finding(path, f"is a section, not {given(value)}", fix, at_key=True)
+    schema = _schema(path)
+    return Finding(path, f"wanted {wanted(schema)}, was given {given(value)}", _value_fix(schema, value))
+
+
+def unknown(path: Path, value: Any) -> Finding:
+    """The key or section at `path` does not exist; says where it belongs or what it might have meant."""
+    name = str(path[-1])
+    if len(path) == 1 and isinstance(value, dict):
+        fix = did_you_mean(name, tuple(sections())) or belongs(name) or f"sections are {', '.join(sections())}"
+        return Finding(path, "unknown section", fix, at_key=True)
+    if len(path) == 1:
+        return Finding(path, "stands outside every section", belongs(name) or _similar(name), at_key=True)
+    own = sections()[str(path[0])]
+    near = "" if name in SYNONYMS else did_you_mean(name, own)
+    fix = belongs(name) or near or _similar(name) or f"[{path[0]}] has {', '.join(own)}"
+    return Finding(path, "unknown key", fix, at_key=True)
+
+
+def belongs(name: str) -> str:
+    """'belongs in [train]' if a section has a key of exactly this name, else nothing."""
+    homes = [f"[{section}]" for section, keys in sections().items() if name in keys]
+    return f"belongs in {' or '.join(homes)}" if homes else ""
+
+
+def _similar(name: str) -> str:
+    """The nearest key of any section, or what another system's word is called here."""
+    if target := SYNONYMS.get(name):
+        return f'did you mean "{target}"?'
+    for section, keys in sections().items():
+        if near := did_you_mean(name, keys):
+            return f"{near[:-1]} in [{section}]?"
+    return ""
+
+
+def _section(name: str) -> Any:
+    return Job.model_fields[name].annotation
+
+
+@cache
+def _job_schema() -> dict[str, Any]:
+    return Job.model_json_schema()
+
+
+def _schema(path: Path) -> dict[str, Any]:
+    """The part of the job's JSON schema that describes the value at `path`; empty where anything goes."""
+    definitions = _job_schema()["$defs"]
+    found: dict[str, Any] = _job_schema()
+    for part in path:
+        found = definitions[found["$ref"].rpartition("/")[2]] if "$ref" in found else found
+        if isinstance(part, str):
+            found = found.get("properties", {}).get(part, {})
+        else:
+            pair = found.get("prefixItems", ())
+            found = pair[part] if part < len(pair) else found.get("items", {})
+    return found
+
+
+def _bounds(schema: dict[str, Any]) -> str:
+    low, high = schema.get("minimum"), schema.get("maximum")
+    if low is not None and high is not None:
+        return f" from {low:g} to {high:g}"
+    words = [
+        f"{text} {schema[bound]:g}"
+        for bound, text in (
+            ("minimum", "of at least"),
+            ("exclusiveMinimum", "above"),
+            ("maximum", "of at most"),
+            ("exclusiveMaximum", "below"),
+        )
+        if bound in schema
+    ]
+    if schema.get("minLength") == 1:
+        words.append("that is not empty")
+    return " " + " and ".join(words) if words else ""
+
+
+def _value_fix(schema: dict[str, Any], value: Any) -> str:
+    """The smallest edit that makes `value` what `schema` wants, where one is plain to see."""
+    options = schema.get("anyOf", [schema])
+    kinds = {option.get("type") for option in options}
+    choices = [choice for option in options for choice in option.get("enum", [option.get("const")])]
+    if isinstance(value, str):
+        if "null" in kinds and value.lower() in ("none", "null"):
+            return 'write "none"'
+        if "boolean" in kinds and value.lower() in ("true", "false"):
+            return f"write {value.lower()}, without quotes and in lower case"
+        if ({"integer", "number"} & kinds or value in map(str, choices)) and _is_number(value):
+            return "write it without quotes"
+        if near := did_you_mean(value, [choice for choice in choices if isinstance(choice, str)]):
+            return near
+    if isinstance(value, float) and value.is_integer() and "integer" in kinds:
+        return f"write {int(value)}"
+    if "array" in kinds and not isinstance(value, list | dict):
+        return f"write [{given(value)}]"
+    if "string" in kinds and isinstance(value, int | float) and not any(choices):
+        return "put it in quotes"
+    return ""
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,133 @@
+"""The shape of a user's own model, measured in another process so that planning itself never imports torch.
+
+The other process builds the module on the meta device and prints one line of JSON. The answer is kept under a digest
+of the factory's source and arguments.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from phalanx.core.digest import digest
+from phalanx.core.errors import LayoutError
+from phalanx.core.files import read_json, write_json_atomic
+from phalanx.job.shape import Measured, ModelShape, measured_shape
+
+PROBE = "phalanx.nn.probe"
+TIMEOUT_S = 300.0
+
+
+def probe_foreign_shape(
+    kind: str,
+    args: Mapping[str, Any],
+    cache_dir: Path | None = None,
+    *,
+    probe_module: str = PROBE,
+    timeout_s: float = TIMEOUT_S,
+) -> ModelShape:
+    """Build `kind` ("package.module:factory") with `args` in a subprocess and count what it holds.
+
+    Raises LayoutError with the last line of the subprocess's errors if the model cannot be built.
+    """
+    cached = _cache_file(kind, args, cache_dir)
+    if cached is not None and (known := _read_cached(cached)) is not None:
+        return known
+    shape = _shape(kind, _run_probe(kind, args, probe_module, timeout_s))
+    if cached is not None:
+        try:
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            write_json_atomic(cached, shape.to_json(), durable=False)
+        except OSError:  # the cache only saves time
+            pass
+    return shape
+
+
+def _run_probe(kind: str, args: Mapping[str, Any], probe_module: str, timeout_s: float) -> str:
+    """What `python -m probe_module '{"kind": ..., "args": ...}'` prints. It sees our sys.path."""
+    request = json.dumps({"kind": kind, "args": dict(args)})
+    process = subprocess.Popen(
+        [sys.executable, "-m", probe_module, request],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        text=True,
+        errors="replace",
+        start_new_session=True,  # so that whatever the user's module starts ends with it
+    )
+    try:
+        printed, errors = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        raise _refuse(kind, f"it took longer than {timeout_s:g} s") from None
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    if process.returncode != 0:
+        ending = f"the process ended with {process.returncode}"
+        raise _refuse(kind, _last_line(errors) or ending)
+    return printed
+
+
+def _shape(kind: str, printed: str) -> ModelShape:
+    """The last line of `printed` (a user's module may print before it), counted."""
+    try:
+        answer = json.loads(_last_line(printed))
+        sizes = {str(name): math.prod(map(int, shape)) for name, shape, _ in answer["tensors"]}
+        blocks = [_size_within(str(block), sizes) for block in answer["blocks"]]
+        num_params, num_trainable = int(answer["num_params"]), int(answer["num_trainable_params"])
+    except (ValueError, TypeError, KeyError):
+        raise _refuse(kind, f"the probe printed {_last_line(printed)[:80]!r} instead of its answer") from None
+    measured = Measured(num_params, num_trainable, max(blocks, default=num_params), sum(blocks))
+    return measured_shape(kind, len(blocks), measured)
+
+
+def _size_within(block: str, sizes: Mapping[str, int]) -> int:
+    return sum(size for name, size in sizes.items() if name.startswith(f"{block}."))
+
+
+def _refuse(kind: str, why: str) -> LayoutError:
+    return LayoutError(f"model {kind!r} cannot be built", why=why, fix="check model.kind and model.args")
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+def _cache_file(kind: str, args: Mapping[str, Any], cache_dir: Path | None) -> Path | None:
+    """Where the shape is kept, or None if there is no cache or no source to recognise the model by."""
+    sources = _sources(kind.partition(":")[0].split("."))
+    if cache_dir is None or not sources:
+        return None
+    states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in sources]
+    return cache_dir / f"shape-{digest([kind, dict(args), states, sys.version])}.json"
+
+
+def _read_cached(file: Path) -> ModelShape | None:
+    try:
+        return ModelShape.from_json(read_json(file))
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
+
+
+def _sources(names: Sequence[str]) -> list[Path]:
+    """The module's file and those it most likely imports: the rest of its package, or the files beside it.
+
+    Found without importing the packages around it, which may well import torch.
+    """
+    top = PathFinder.find_spec(names[0], [os.getcwd(), *sys.path])
+    if top is None:
+        return []
+    if top.submodule_search_locations:
+        return sorted(file for root in top.submodule_search_locations for file in Path(root).rglob("*.py"))
+    return sorted(Path(top.origin).parent.glob("*.py")) if top.origin else []

@@ -1,0 +1,242 @@
+"""From a job file and overrides to a `Job`: strict, and with every problem reported at once, each with its place."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import Any
+
+from phalanx.core.errors import JobError, Problem, did_you_mean
+from phalanx.job.check import run_checks
+from phalanx.job.explain import Finding, annotation, dotted, printable, sections
+from phalanx.job.overrides import Override, overlay, parse_overrides
+from phalanx.job.positions import Path, Place, Spot, locate
+from phalanx.job.schema import Job
+from phalanx.job.validate import validate
+
+
+@dataclass(frozen=True)
+class Source:
+    """A job as it was read: its name for messages, its values, and the TOML text that can say where they stand."""
+
+    name: str = ""
+    tree: dict[str, Any] | None = None
+    toml: str | None = None
+
+    def places(self) -> dict[Path, Place]:
+        return locate(self.toml) if self.toml else {}
+
+
+def load_job(path: str | FilePath | None = None, overrides: Sequence[str] = ()) -> Job:
+    """The job in the TOML file at `path` (or all defaults) with `section.key=value` overrides on top.
+
+    Raises JobError with all problems: those of the file in its order, then those of the overrides.
+    """
+    return _build(_read_toml(path), overrides)
+
+
+def load_job_json(path: str | FilePath, overrides: Sequence[str] = ()) -> Job:
+    """The resolved job that a run wrote (`Job.to_json()`), with overrides on top. Raises JobError like `load_job`."""
+    return _build(_read_json(path), overrides)
+
+
+def origins(path: str | FilePath | None = None, overrides: Sequence[str] = ()) -> dict[str, str]:
+    """Where each key of the job got its value: "default", "job.toml:12:1" or "override". Does not validate."""
+    source = _read_toml(path)
+    places = source.places()
+    laid = {override.path[:2] for override in parse_overrides(overrides)[0]}
+    found: dict[str, str] = {}
+    for section, keys in sections().items():
+        for key in keys:
+            place = places.get((section, key))
+            where = f"{source.name}:{place.key.line}:{place.key.column}" if place else "default"
+            found[f"{section}.{key}"] = "override" if (section, key) in laid else where
+    return found
+
+
+def _build(source: Source, texts: Sequence[str]) -> Job:
+    overrides, findings = parse_overrides(texts)
+    tree = source.tree or {}
+    job, refused = validate(overlay(tree, overrides))
+    findings += refused
+    findings += run_checks(job, _given(source, overrides), _refused_keys(refused))
+    if findings:
+        raise JobError(_problems(findings, source, overrides))
+    return job
+
+
+def _given(source: Source, overrides: Sequence[Override]) -> set[str]:
+    """The dotted keys that the user wrote. A run's own job.json holds every key: there, defaults were not written."""
+    keys = {
+        (section, key)
+        for section, table in (source.tree or {}).items()
+        if isinstance(table, dict)
+        for key, value in table.items()
+        if source.toml is not None or not _is_default(section, key, value)
+    }
+    return {".".join(map(str, key)) for key in keys | {override.path[:2] for override in overrides}}
+
+
+def _is_default(section: str, key: str, value: Any) -> bool:
+    return annotation((section, key)) is not None and _DEFAULTS[section][key] == value
+
+
+_DEFAULTS: dict[str, Any] = Job().to_json()
+
+
+def _refused_keys(findings: Sequence[Finding]) -> set[str]:
+    """The dotted keys that a finding is about; of a refused section, all of them."""
+    refused: set[str] = set()
+    for finding in findings:
+        section = str(finding.path[0])
+        names = sections().get(section, ()) if len(finding.path) == 1 else (finding.path[1],)
+        refused |= {f"{section}.{name}" for name in names}
+    return refused
+
+
+def _problems(findings: Sequence[Finding], source: Source, overrides: Sequence[Override]) -> list[Problem]:
+    """The findings with their places, in the order in which the user wrote the things they are about."""
+    places = source.places()
+    ordered = [_place(finding, source, places, overrides) for finding in findings]
+    return [problem for _, problem in sorted(ordered, key=lambda pair: pair[0])]
+
+
+_Order = tuple[int, int, int]
+
+
+def _place(
+    finding: Finding, source: Source, places: dict[Path, Place], overrides: Sequence[Override]
+) -> tuple[_Order, Problem]:
+    path, index = _blame(finding, source, overrides)
+    where, order = "override", (2, index, 0)
+    if index < 0:
+        spot = _nearest_spot(path, places, finding.at_key)
+        where = f"{source.name}:{spot.line}:{spot.column}" if spot else source.name
+        order = (0, spot.line, spot.column) if spot else (1, 0, 0)
+    return order, Problem(dotted(path), finding.what, where, finding.fix)
+
+
+def _blame(finding: Finding, source: Source, overrides: Sequence[Override]) -> tuple[Path, int]:
+    """The key that is told, and its override or -1. Of several that disagree: the last override, else its own key,
+    else the first of them that the file gives: the others are only defaults.
+    """
+    if finding.override is not None:
+        return finding.path, finding.override
+    for override in reversed(overrides):
+        if _touches(override.path, finding.path):
+            return finding.path, override.index
+    for override in reversed(overrides):
+        if any(_touches(override.path, path) for path in finding.also):
+            return override.path[:2], override.index
+    for path in (finding.path, *finding.also):
+        if _has(source.tree, path[:2]):
+            return path, -1
+    return finding.path, -1
+
+
+def _touches(override: Path, path: Path) -> bool:
+    """True if one of the two paths lies inside the other."""
+    length = min(len(override), len(path))
+    return override[:length] == path[:length]
+
+
+def _has(tree: Any, path: Path) -> bool:
+    for part in path:
+        if not isinstance(tree, dict) or part not in tree:
+            return False
+        tree = tree[part]
+    return True
+
+
+def _nearest_spot(path: Path, places: dict[Path, Place], at_key: bool) -> Spot | None:
+    """Where `path` stands, or the innermost thing around it that stands somewhere."""
+    while path:
+        if place := places.get(path):
+            return place.key if at_key else place.value
+        path = path[:-1]
+    return None
+
+
+def _read_toml(path: str | FilePath | None) -> Source:
+    if path is None:
+        return Source(toml="")
+    name, text = _read_text(path)
+    text = text.replace("\r\n", "\n")
+    try:
+        return Source(name, tomllib.loads(text), text)
+    except tomllib.TOMLDecodeError as error:
+        raise JobError([_syntax_problem(name, text, str(error))]) from None
+    except RecursionError:
+        raise JobError([Problem("syntax", "arrays or tables are nested too deeply", name)]) from None
+    except ValueError:  # int() refuses more than 4,300 digits
+        raise JobError([Problem("syntax", "a whole number has thousands of digits", name)]) from None
+
+
+def _read_json(path: str | FilePath) -> Source:
+    name, text = _read_text(path)
+    try:
+        tree = json.loads(text)
+    except json.JSONDecodeError as error:
+        where = f"{name}:{error.lineno}:{error.colno}"
+        raise JobError([Problem("syntax", f"not JSON: {error.msg}", where)]) from None
+    except (ValueError, RecursionError):
+        raise JobError([Problem("syntax", "a number is too long, or the nesting too deep", name)]) from None
+    if not isinstance(tree, dict):
+        raise JobError([Problem("job file", "is JSON, but not a job", name, "give the job.json of a run")])
+    return Source(name, tree)
+
+
+def _read_text(path: str | FilePath) -> tuple[str, str]:
+    """The file's name for messages and its text. Raises JobError if it is missing, a directory or not UTF-8."""
+    name = printable(str(path), limit=4096)
+
+    def refuse(what: str, fix: str = "") -> JobError:
+        return JobError([Problem("job file", what, name, fix)])
+
+    try:
+        return name, FilePath(path).read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise refuse("does not exist", _near_file(FilePath(path))) from None
+    except IsADirectoryError:
+        jobs = sorted(FilePath(path).glob("*.toml"))
+        raise refuse("is a directory", f"did you mean {str(jobs[0])!r}?" if jobs else "give a .toml file") from None
+    except UnicodeDecodeError as error:
+        raise refuse(f"is not UTF-8 text (byte {error.start})", "save it as UTF-8") from None
+    except OSError as error:
+        raise refuse(f"cannot be read ({os.strerror(error.errno) if error.errno else error})") from None
+    except ValueError:  # a NUL in the path
+        raise refuse("is not a possible path") from None
+
+
+def _near_file(path: FilePath) -> str:
+    """'did you mean "job.toml"?' for the nearest file in the same directory."""
+    if not path.parent.is_dir():
+        return f"there is no directory {printable(str(path.parent))!r}"
+    try:
+        files = [file.name for file in path.parent.iterdir() if file.suffix in (".toml", ".json")]
+    except OSError:
+        return ""
+    return did_you_mean(path.name, sorted(files))
+
+
+def _syntax_problem(name: str, text: str, message: str) -> Problem:
+    """tomllib's message with its place in front; "end of document" becomes the end of the last line with text."""
+    what, _, place = message.rpartition(" (at ")
+    lines = text.rstrip().split("\n")
+    if found := re.fullmatch(r"line (\d+), column (\d+)\)", place):
+        line, column = int(found[1]), int(found[2])
+    else:
+        line, column = len(lines), len(lines[-1]) + 1
+    fix = ""
+    if what.startswith("Invalid value"):
+        fix = "strings are written in quotes, true and false in lower case"
+    elif what.startswith("Cannot"):  # the parser stands after the second one; show where it begins
+        what, fix = "a key or section is given twice", "keep one of them"
+        shown = text.split("\n")[line - 1]
+        column = len(shown) - len(shown.lstrip()) + 1
+    return Problem("syntax", what[:1].lower() + what[1:], f"{name}:{line}:{column}", fix)

@@ -1,0 +1,103 @@
+"""Where each key and value of a TOML text stands, so that an error can name its line and column.
+
+Values come from `tomllib`, which forgets positions; the syntax tree here remembers them. It is built only when there
+is a problem to report.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+Path = tuple[str | int, ...]  # ("model", "args", "widths", 2): table keys and array indices
+
+
+class Spot(NamedTuple):
+    """A place in a text, both counted from 1; columns count characters."""
+
+    line: int
+    column: int
+
+
+class Place(NamedTuple):
+    """Where a key and its value begin. An array element has no key, a table no value: both are the same spot then."""
+
+    key: Spot
+    value: Spot
+
+
+def locate(text: str) -> dict[Path, Place]:
+    """The place of every table, key, value and array element of valid TOML; of two mentions, the first."""
+    import tree_sitter
+    import tree_sitter_toml
+
+    parser = tree_sitter.Parser(tree_sitter.Language(tree_sitter_toml.language()))
+    atlas = _Atlas(text.split("\n"))
+    here: Path = ()
+    for node in parser.parse(text.encode()).root_node.named_children:
+        if node.type == "pair":
+            atlas.add_pair(node, ())
+        elif node.type in ("table", "table_array_element"):
+            here = atlas.add_header(node)
+            for child in node.named_children:
+                if child.type == "pair":
+                    atlas.add_pair(child, here)
+    return atlas.places
+
+
+@dataclass
+class _Atlas:
+    """Collects places while walking the syntax tree; `lengths` counts the `[[x]]` seen, which number themselves."""
+
+    lines: list[str]
+    places: dict[Path, Place] = field(default_factory=dict)
+    lengths: dict[Path, int] = field(default_factory=dict)
+
+    def spot(self, node: Any) -> Spot:
+        row, column_bytes = node.start_point
+        return Spot(row + 1, len(self.lines[row].encode()[:column_bytes].decode(errors="ignore")) + 1)
+
+    def add(self, path: Path, key: Any, value: Any) -> None:
+        self.places.setdefault(path, Place(self.spot(key), self.spot(value)))
+
+    def add_header(self, node: Any) -> Path:
+        """`[a.b]` or `[[a.b]]`; returns the path that the pairs below it extend."""
+        path: Path = ()
+        keys = _keys(node.named_children[0])
+        for number, (name, key) in enumerate(keys):
+            path = (*path, name)
+            self.add(path, key, key)
+            if number == len(keys) - 1 and node.type == "table_array_element":
+                self.lengths[path] = self.lengths.get(path, 0) + 1
+            if path in self.lengths:
+                path = (*path, self.lengths[path] - 1)
+                self.add(path, key, key)
+        return path
+
+    def add_pair(self, node: Any, inside: Path) -> None:
+        key_node, value = node.named_children[0], node.named_children[-1]
+        path = inside
+        for name, key in _keys(key_node):
+            path = (*path, name)
+            self.add(path, key, value)
+        self.add_value(value, path)
+
+    def add_value(self, node: Any, path: Path) -> None:
+        if node.type == "inline_table":
+            for child in node.named_children:
+                if child.type == "pair":
+                    self.add_pair(child, path)
+        elif node.type == "array":
+            elements = [child for child in node.named_children if child.type != "comment"]
+            for index, element in enumerate(elements):
+                self.add((*path, index), element, element)
+                self.add_value(element, (*path, index))
+
+
+def _keys(node: Any) -> list[tuple[str, Any]]:
+    """The names in a key, each with its own node. Depth first: a dotted key nests to the left."""
+    if node.type == "dotted_key":
+        return [pair for child in node.named_children for pair in _keys(child)]
+    text: str = node.text.decode()
+    return [(next(iter(tomllib.loads(f"{text} = 0"))) if node.type == "quoted_key" else text, node)]

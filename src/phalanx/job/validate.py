@@ -1,0 +1,112 @@
+"""A tree of plain values against the schema: every finding, and the best job that can be made without them."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+from typing import Any, Literal, get_origin
+
+from pydantic import ValidationError
+
+from phalanx.job.explain import Finding, annotation, arms, unknown, wrong_value
+from phalanx.job.positions import Path
+from phalanx.job.schema import Job
+
+MAX_DEPTH = 32
+
+
+def validate(tree: dict[str, Any]) -> tuple[Job, list[Finding]]:
+    """The job and its findings. With findings, the keys they are about hold their defaults instead."""
+    unusable: list[Finding] = []
+    clean = _clean(_with_nulls(tree), (), unusable)
+    try:
+        job = Job.model_validate_json(json.dumps(clean))
+    except ValidationError as error:
+        findings = _merge(unusable, [_explain(clean, line) for line in error.errors(include_url=False)])
+    else:
+        if not unusable:
+            return job, []
+        findings = unusable
+    return Job.model_validate_json(json.dumps(_without(clean, findings))), findings
+
+
+def _with_nulls(tree: dict[str, Any]) -> dict[str, Any]:
+    """`tree` with the word "none" as None where a key may be absent: TOML has no null."""
+    return {
+        section: {
+            key: None if value == "none" and type(None) in arms(annotation((section, key))) else value
+            for key, value in keys.items()
+        }
+        if isinstance(keys, dict)
+        else keys
+        for section, keys in tree.items()
+    }
+
+
+def _clean(value: Any, path: Path, found: list[Finding]) -> Any:
+    """`value` with None for whatever a job cannot hold; each such thing is added to `found`."""
+    if reason := _unusable(value, path):
+        found.append(Finding(path, *reason))
+        return None
+    if isinstance(value, dict):
+        return {_encodable(key): _clean(item, (*path, key), found) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_clean(item, (*path, index), found) for index, item in enumerate(value)]
+    return value
+
+
+def _unusable(value: Any, path: Path) -> tuple[str, str] | None:
+    """What is wrong with a value that TOML or JSON can write and a job cannot hold: (what, fix)."""
+    if len(path) > MAX_DEPTH:
+        return f"is nested more than {MAX_DEPTH} deep", ""
+    if isinstance(value, datetime.date | datetime.time):
+        return "is a date or a time, which no key takes", "put it in quotes to make it a string"
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return f"wanted a finite number, was given {value}", ""
+        if any(get_origin(arm) is Literal for arm in arms(annotation(path))):  # pydantic takes 2.0 for Literal[2]
+            explained = wrong_value(path, value)
+            return explained.what, explained.fix
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return "is a whole number that does not fit in 64 bits", ""
+    if isinstance(value, str) and ("\0" in value or _encodable(value) != value):
+        return "holds a NUL character or is not valid UTF-8", ""
+    return None
+
+
+def _encodable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _explain(clean: dict[str, Any], line: Any) -> Finding:
+    """One of pydantic's errors in our words. Its path is cut to what the user wrote: a missing item has no place."""
+    value: Any = clean
+    path: Path = ()
+    for part in line["loc"]:
+        try:
+            value = value[part]
+        except (KeyError, IndexError, TypeError):
+            break
+        path = (*path, part)
+    return unknown(path, value) if line["type"] == "extra_forbidden" else wrong_value(path, value)
+
+
+def _merge(unusable: list[Finding], refused: list[Finding]) -> list[Finding]:
+    """Both, with one finding per value: an unknown key hides what is in it, else the first thing found wins."""
+    hidden = [finding.path for finding in refused if finding.at_key]
+    kept = [finding for finding in unusable if not any(finding.path[: len(path)] == path for path in hidden)]
+    for finding in refused:
+        if not any(other.path[: len(finding.path)] == finding.path for other in kept):
+            kept.append(finding)
+    return kept
+
+
+def _without(tree: dict[str, Any], findings: list[Finding]) -> dict[str, Any]:
+    """`tree` without the sections and the `section.key`s that the findings are about."""
+    gone = {finding.path[:2] for finding in findings}
+    return {
+        section: {key: value for key, value in keys.items() if (section, key) not in gone}
+        for section, keys in tree.items()
+        if (section,) not in gone and isinstance(keys, dict)
+    }

@@ -1,0 +1,60 @@
+"""Lifelines: a process holds the read end of a pipe and dies with the process that holds the write end.
+
+The end of a pipe is used rather than the parent-death signal, because that one follows the *thread* that forked, is
+lost on exec of a set-uid program and reaches only direct children. On Linux the kernel itself delivers SIGKILL when
+the last write end closes (F_SETSIG + O_ASYNC), so it works while the process is stopped or holds the interpreter
+lock. Elsewhere a daemon thread watches the pipe, and a process that is stopped outlives its supervisor.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+
+
+def arm_lifelines(read_ends: Sequence[int], *, whole_group: bool) -> list[int]:
+    """Die by SIGKILL when the write end of any pipe closes; with `whole_group`, the process group does.
+
+    Returns the descriptors to keep open. The read ends themselves stay open, for children that arm their own.
+    """
+    owner = -os.getpgid(0) if whole_group else os.getpid()
+    if sys.platform == "linux":
+        kept = [_arm_kernel(fd, owner) for fd in read_ends]
+    else:
+        kept = list(read_ends)
+        threading.Thread(target=_watch, args=(kept, owner), name="phalanx-lifeline", daemon=True).start()
+    if _ended(read_ends, timeout_ms=0):  # the other side was gone before we armed
+        os._exit(1)
+    return kept
+
+
+def _arm_kernel(read_end: int, owner: int) -> int:
+    """Open the pipe anew and ask for SIGKILL on its end.
+
+    Anew, because owner and signal belong to the open file description, which forked processes share.
+    """
+    fd = os.open(f"/proc/self/fd/{read_end}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    fcntl.fcntl(fd, fcntl.F_SETOWN, owner)
+    fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
+    return fd
+
+
+def _watch(read_ends: Sequence[int], owner: int) -> None:
+    while not _ended(read_ends, timeout_ms=1000):
+        pass
+    if owner < 0:
+        os.killpg(-owner, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _ended(read_ends: Sequence[int], *, timeout_ms: int) -> bool:
+    poll = select.poll()
+    for fd in read_ends:
+        poll.register(fd, 0)
+    return bool(poll.poll(timeout_ms))

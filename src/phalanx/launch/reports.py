@@ -1,0 +1,107 @@
+"""What a rank leaves behind when it fails: one small JSON file, written by the rank, read by the supervisor."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+
+from phalanx.core import registry
+from phalanx.core.errors import PhalanxError
+from phalanx.core.files import read_json, write_json_atomic
+
+# How torch words it when the fault lies with another rank. Only torch's own RuntimeErrors are looked at: the same
+# words in an OSError are more likely about a file server.
+_BECAUSE_OF_ANOTHER = re.compile(
+    r"connection (was )?(likely )?(closed|reset|refused)|broken pipe|closed by peer|socket ?closed|pair closure"
+    r"|timed out waiting|wait timeout|(socket|store|rendezvous|watchdog).{0,40}time[d ]*out"
+    r"|gloo.{0,40}connect.{0,40}fail|failed to (recv|send|connect|accept)"
+    r"|remote process exited|ncclRemoteError|ncclSystemError|no error.{0,20}peer",
+    re.IGNORECASE | re.DOTALL,
+)
+_STORE_ERRORS = ("DistStoreError", "DistNetworkError")
+_OUR_FOLDER = str(Path(__file__).parent)
+_MACHINERY = (importlib.__file__, registry.__file__)
+
+
+@dataclass(frozen=True)
+class ErrorReport:
+    """Why a rank failed. `secondary`: it only noticed that another one had."""
+
+    type: str
+    message: str
+    traceback: str
+    exit_code: int
+    is_phalanx_error: bool
+    one_line: str
+    secondary: bool
+    time_unix_s: float
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json_atomic(path, asdict(self), durable=False)
+
+
+def load_report(path: Path) -> ErrorReport | None:
+    """The report at `path`; None if there is none (the write is atomic, so never a part of one)."""
+    try:
+        return ErrorReport(**read_json(path))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def describe(error: BaseException) -> ErrorReport:
+    """The report of `error`, its traceback without the frames that led into the user's code."""
+    ours = isinstance(error, PhalanxError)
+    message = _printable(error)
+    name = type(error).__qualname__
+    return ErrorReport(
+        type=name,
+        message=message,
+        traceback=_clean("".join(traceback.format_exception(type(error), error, _inner(error)))),
+        exit_code=int(error.exit_code) if isinstance(error, PhalanxError) else 1,
+        is_phalanx_error=ours,
+        one_line=message if ours else " ".join(f"{name}: {message}".split()) if message else name,
+        secondary=_is_secondary(error),
+        time_unix_s=time.time(),
+    )
+
+
+def _inner(error: BaseException) -> TracebackType | None:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and _is_machinery(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return trace
+
+
+def _is_machinery(filename: str) -> bool:
+    return filename.startswith((_OUR_FOLDER, "<frozen importlib")) or filename in _MACHINERY
+
+
+def _is_secondary(error: BaseException) -> bool:
+    """True if `error`, or what it was raised from or while handling, is a connection lost or a peer not answering."""
+    seen: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in seen:
+        seen.append(link)
+        if type(link).__name__ in _STORE_ERRORS:
+            return True
+        if isinstance(link, RuntimeError) and _BECAUSE_OF_ANOTHER.search(_printable(link)):
+            return True
+        link = link.__cause__ or link.__context__
+    return False
+
+
+def _printable(error: BaseException) -> str:
+    try:
+        return _clean(str(error))
+    except Exception:  # a broken __str__ must not hide the error
+        return "<its message cannot be printed>"
+
+
+def _clean(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -1,0 +1,43 @@
+"""When to start again and when to give up: a budget per window of time, and an end to crash loops."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from phalanx.core.errors import RestartBudgetError
+from phalanx.core.units import format_seconds
+from phalanx.launch.verdict import Failure
+
+SAME_FAILURE_LIMIT = 3
+
+
+class RestartPolicy:
+    """Remembers the restarts of one run."""
+
+    def __init__(self, max_restarts: int, window_s: float) -> None:
+        self._max_restarts = max_restarts
+        self._window_s = window_s
+        self._times: deque[float] = deque()
+        self._last: tuple[int, str] | None = None
+        self._num_same = 0
+        self.num_restarts = 0
+
+    def admit(self, failure: Failure, now_s: float) -> None:
+        """Count one restart because of `failure`; raise RestartBudgetError (exit 10) if it is one too many."""
+        key = (failure.step, failure.signature)
+        self._num_same = self._num_same + 1 if key == self._last else 1
+        self._last = key
+        if self._num_same >= SAME_FAILURE_LIMIT:
+            where = f"at step {failure.step}" if failure.step else "before the first step"
+            raise RestartBudgetError(
+                f"deterministic failure {where}: {failure.detail}", why=f"{self._num_same} times in a row"
+            )
+        while self._times and now_s - self._times[0] > self._window_s:
+            self._times.popleft()
+        if len(self._times) >= self._max_restarts:
+            raise RestartBudgetError(
+                f"the restart budget is spent: {self._max_restarts} in {format_seconds(self._window_s)}",
+                why=f"last cause: {failure.summary}",
+            )
+        self._times.append(now_s)
+        self.num_restarts += 1

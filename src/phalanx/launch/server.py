@@ -1,0 +1,253 @@
+"""The process that has imported torch already and forks ranks: `python -m phalanx.launch.server LINK LIFE PRESENCE`.
+
+Importing torch takes seconds and forking takes milliseconds, so ranks start, and start again after a crash, at the
+price of the fork. That is sound only while this process has one thread and has not touched CUDA: it imports what it
+is told to, forks, reaps and reports, and nothing else. User modules are imported in the ranks.
+
+It is told by newline-terminated JSON: prepare, start, signal, kill. It says: ready or preload_failed, started or
+start_failed, exit (of each rank, at once), store_exit.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from phalanx.core.errors import EnvironmentProblem
+from phalanx.launch.lifeline import arm_lifelines
+from phalanx.launch.rank import RankTask, run_rank
+from phalanx.launch.rank_env import RankEnv
+from phalanx.launch.reports import describe
+from phalanx.launch.store import hold_store, listen_on_loopback
+from phalanx.launch.wire import Channel, Message
+
+_OUTLIVED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # a scheduler signals every process of the job
+
+
+@dataclass
+class Attempt:
+    """The processes of one attempt that have not been reaped: rank by pid, and the store's pid."""
+
+    number: int
+    ranks: dict[int, int] = field(default_factory=dict)
+    store_pid: int = 0
+    killed: set[int] = field(default_factory=set)
+
+
+class Server:
+    """Forks and reaps on behalf of the supervisor at the other end of `link`."""
+
+    def __init__(self, link: Channel, supervisor_life: int) -> None:
+        self._link = link
+        self._supervisor_life = supervisor_life
+        self._server_life, self._server_life_write = os.pipe()
+        self._wakeup, self._wakeup_write = os.pipe()
+        self._run_dir = Path()
+        self._attempt = Attempt(-1)
+
+    def serve(self) -> int:
+        """Do what the supervisor says until it closes the link."""
+        for fd in (self._wakeup, self._wakeup_write):
+            os.set_blocking(fd, False)
+        signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, _nothing)
+        sources: list[Any] = [self._link, self._wakeup]
+        while not self._link.closed:
+            readable, _, _ = select.select(sources, [], [])
+            if self._wakeup in readable:
+                os.read(self._wakeup, 4096)
+            self._reap()
+            if self._link in readable:
+                for message in self._link.receive():
+                    self._obey(message)
+        return 0
+
+    def _obey(self, message: Message) -> None:
+        match message["do"]:
+            case "prepare":
+                self._prepare(message)
+            case "start":
+                self._start(message)
+            case "signal":
+                for pid in self._attempt.ranks:
+                    os.kill(pid, message["signal"])
+            case "kill":
+                self._kill_ranks()
+
+    def _prepare(self, message: Message) -> None:
+        started = time.monotonic()
+        self._run_dir = Path(message["run_dir"])
+        sys.path[:] = message["sys_path"]
+        os.environ.pop("PYTHONPATH", None)
+        if message["python_path"] is not None:
+            os.environ["PYTHONPATH"] = message["python_path"]
+        for name in message["preload"]:
+            try:
+                _import(name)
+            except BaseException as error:
+                traceback.print_exc()
+                self._link.send({"say": "preload_failed", "report": asdict(describe(error))})
+                return
+        gc.collect()
+        gc.freeze()  # collections in a rank would otherwise write to, and so copy, every page we share
+        self._link.send({"say": "ready", "import_s": time.monotonic() - started, "num_threads": _num_threads()})
+
+    def _start(self, message: Message) -> None:
+        self._attempt = Attempt(message["attempt"])
+        try:
+            listener = listen_on_loopback()
+            with listener:
+                port = listener.getsockname()[1]
+                self._attempt.store_pid = self._fork(lambda: hold_store(listener))
+                for rank in range(message["num_ranks"]):
+                    self._attempt.ranks[self._fork_rank(message, rank, port, listener)] = rank
+        except OSError as error:
+            self._kill_ranks()
+            problem = EnvironmentProblem("the ranks cannot be started", why=os.strerror(error.errno or 0))
+            self._link.send({"say": "start_failed", "report": asdict(describe(problem))})
+            return
+        self._link.send({"say": "started", "attempt": self._attempt.number, "pids": list(self._attempt.ranks)})
+
+    def _fork_rank(self, message: Message, rank: int, port: int, listener: socket.socket) -> int:
+        size = message["num_ranks"]
+        ranks = RankEnv(rank, size, local_rank=rank, local_world_size=size, attempt=message["attempt"])
+        task = RankTask(message["entry"], message["payload"], self._run_dir, ranks, port)
+
+        def run() -> int:
+            listener.close()
+            return run_rank(task)
+
+        return self._fork(run)
+
+    def _fork(self, run: Callable[[], int]) -> int:
+        """Start `run` in a process of its own group that dies with the supervisor and with us; its pid.
+
+        Signals wait meanwhile: one that arrived before the child dropped our handlers would be lost.
+        """
+        sys.stdout.flush()
+        sys.stderr.flush()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_OUTLIVED, signal.SIGCHLD})
+        pid = os.fork()
+        if pid == 0:
+            self._become_child(run, mask)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        try:
+            os.setpgid(pid, pid)  # in both: whoever comes first
+        except OSError:
+            pass
+        return pid
+
+    def _become_child(self, run: Callable[[], int], mask: set[int | signal.Signals]) -> NoReturn:
+        code = 1
+        try:
+            os.setpgid(0, 0)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+            self._link.close()
+            for fd in (self._server_life_write, self._wakeup, self._wakeup_write):
+                os.close(fd)
+            arm_lifelines([self._supervisor_life, self._server_life], whole_group=True)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            code = run()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)  # never back into the server's loop
+
+    def _kill_ranks(self) -> None:
+        self._reap()  # who is dead already was not killed by us
+        for pid in self._attempt.ranks:
+            self._attempt.killed.add(pid)
+            _kill_group(pid)
+        if not self._attempt.ranks:
+            self._kill_store()
+
+    def _kill_store(self) -> None:
+        if self._attempt.store_pid:
+            self._attempt.killed.add(self._attempt.store_pid)
+            _kill_group(self._attempt.store_pid)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            self._buried(pid, os.waitstatus_to_exitcode(status))
+
+    def _buried(self, pid: int, code: int) -> None:
+        attempt = self._attempt
+        if pid == attempt.store_pid:
+            attempt.store_pid = 0
+            if pid not in attempt.killed:
+                self._link.send({"say": "store_exit", "attempt": attempt.number, "code": code})
+        elif pid in attempt.ranks:
+            _kill_group(pid)  # helpers the rank left behind
+            rank = attempt.ranks.pop(pid)
+            fate = {"code": code if code >= 0 else None, "signal": -code if code < 0 else None}
+            died = {"died_monotonic_s": time.monotonic(), "died_unix_s": time.time()}
+            by_us = pid in attempt.killed and code == -signal.SIGKILL
+            said = {"say": "exit", "attempt": attempt.number, "rank": rank, "by_us": by_us}
+            self._link.send(said | fate | died)
+            if not attempt.ranks:
+                self._kill_store()
+
+
+def _import(name: str) -> None:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name == name.partition(".")[0]:
+            raise EnvironmentProblem(f"{name} cannot be imported", why=str(error), fix="install it") from None
+        raise
+
+
+def _kill_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except OSError:
+        pass
+
+
+def _num_threads() -> int:
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:
+        return 1
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """The wake-up descriptor needs a Python handler to exist."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    link_fd, life_fd, presence_fd = (int(argument) for argument in arguments)
+    for number in _OUTLIVED:
+        signal.signal(number, signal.SIG_IGN)
+    for fd in (link_fd, life_fd, presence_fd):
+        os.set_inheritable(fd, False)  # across exec: a rank's subprocesses hold none of them
+    arm_lifelines([life_fd], whole_group=True)
+    return Server(Channel(socket.socket(fileno=link_fd)), life_fd).serve()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,115 @@
+"""The supervisor's hold on the server process: start it, hear of its end, take it down with all it forked."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import phalanx
+from phalanx.core.files import resource_error
+from phalanx.launch.paths import server_log
+from phalanx.launch.rank_env import THREAD_VARIABLES
+from phalanx.launch.signals import signal_name
+from phalanx.launch.wire import Channel
+
+
+class ServerProcess:
+    """A running server. `link` carries messages.
+
+    Only we hold the write end of the life pipe: when we die, however, the kernel kills the server and its ranks.
+    All of them hold the write end of the presence pipe: when it ends, none of them is left.
+    """
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], link: Channel, life: int, presence: int, log: Path, log_start: int
+    ) -> None:
+        self._process = process
+        self.link = link
+        self._life = life
+        self._presence = presence
+        self._log, self._log_start = log, log_start
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def kill(self, timeout_s: float = 2.0) -> int:
+        """SIGKILL the server; its end kills what it forked. Wait for all; the exit code of the server.
+
+        Safe to call twice, and the way to learn how a server ended that closed its link.
+        """
+        if self._life >= 0:
+            if not self.link.closed:
+                self._process.kill()
+            self.link.close()
+            try:
+                self._process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+            os.close(self._life)
+            self._life = -1
+            select.select([self._presence], [], [], timeout_s)
+            os.close(self._presence)
+        return self._process.wait()
+
+    def how_it_ended(self) -> str:
+        """ "was killed by SIGKILL", "exited with code 1"; only after `kill`."""
+        code = self._process.wait()
+        return f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
+
+    def last_words(self, num_lines: int = 20) -> str:
+        """The end of what this server wrote to its log."""
+        try:
+            with open(self._log, "rb") as file:
+                file.seek(self._log_start)
+                text = file.read().decode("utf-8", "replace")
+        except OSError:
+            return ""
+        return "\n".join(text.splitlines()[-num_lines:])
+
+
+def start_server(run_dir: Path) -> ServerProcess:
+    """Start a server in a session of its own, which Ctrl-C at the terminal does not reach.
+
+    Raises ResourceError if its log cannot be written.
+    """
+    log_path = server_log(run_dir)
+    try:
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        log = open(log_path, "ab")
+    except OSError as error:
+        raise resource_error(error, "opening the server's log", log_path) from None
+    ours, theirs = socket.socketpair()
+    life_read, life_write = os.pipe()
+    presence_read, presence_write = os.pipe()
+    handed_over = (theirs.fileno(), life_read, presence_write)
+    # -P: the folder we happen to stand in is not searched for modules; our own search path follows by message.
+    command = [sys.executable, "-P", "-m", "phalanx.launch.server", *map(str, handed_over)]
+    try:
+        with log, theirs:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=_server_environment(),
+                pass_fds=handed_over,
+                start_new_session=True,
+            )
+            log_start = log.tell()
+    finally:
+        os.close(life_read)
+        os.close(presence_write)
+    return ServerProcess(process, Channel(ours), life_write, presence_read, log_path, log_start)
+
+
+def _server_environment() -> dict[str, str]:
+    """Ours, with one thread for each numerical library (unless set), and phalanx importable."""
+    environment = dict.fromkeys(THREAD_VARIABLES, "1") | dict(os.environ)
+    home = str(Path(phalanx.__file__).parents[1])
+    environment["PYTHONPATH"] = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return environment

@@ -1,0 +1,64 @@
+"""Signals as things to read: the supervisor waits on a descriptor and nothing happens behind its back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class SignalInbox:
+    """While open, SIGTERM, SIGINT and SIGHUP arrive as numbers from `take()`, and `fileno()` becomes readable.
+
+    An ignored SIGHUP (nohup) stays ignored. Outside the main thread, where Python allows no handlers, it is empty.
+    """
+
+    def __init__(self) -> None:
+        self._read_end, self._write_end = os.pipe()
+        os.set_blocking(self._read_end, False)
+        os.set_blocking(self._write_end, False)
+        self._previous: dict[int, Any] = {}
+        self._previous_wakeup = -1
+
+    def __enter__(self) -> SignalInbox:
+        if threading.current_thread() is threading.main_thread():
+            self._previous_wakeup = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                    continue
+                self._previous[number] = signal.signal(number, _nothing)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if self._previous:
+            signal.set_wakeup_fd(self._previous_wakeup)
+        os.close(self._read_end)
+        os.close(self._write_end)
+
+    def fileno(self) -> int:
+        return self._read_end
+
+    def take(self) -> list[int]:
+        """The signals since the last call, in order of arrival."""
+        try:
+            numbers = os.read(self._read_end, 512)
+        except BlockingIOError:
+            return []
+        return [number for number in numbers if number in self._previous]
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """The wake-up descriptor carries the number; a Python handler must exist for it to be written."""
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,239 @@
+"""Start the ranks, watch them, start them again after a crash, stop them when asked, and say how it ended."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.core.errors import EXIT_CODE_MEANING, ExitCode, RestartBudgetError
+from phalanx.launch.attempt import LEAVING, AttemptEnd, AttemptWatch, Attention, Stop
+from phalanx.launch.paths import clear_black_boxes, next_attempt
+from phalanx.launch.reports import ErrorReport
+from phalanx.launch.restarts import RestartPolicy
+from phalanx.launch.server_process import ServerProcess, start_server
+from phalanx.launch.signals import SignalInbox
+from phalanx.launch.verdict import Failure, find_failure
+from phalanx.observe.bus import Bus
+from phalanx.observe.events import RankFailed, RanksStarted, RestartScheduled
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """What to run in how many ranks.
+
+    `entry` is "package.module:function", called in each rank as `function(payload) -> exit code`; `preload` names the
+    modules that are imported once, before the first fork. `max_restarts` holds per `restart_window_s`; `grace_s` is
+    how long the ranks may take to save after SIGTERM or Ctrl-C.
+    """
+
+    entry: str
+    payload: dict[str, Any]
+    num_ranks: int
+    run_dir: Path
+    preload: tuple[str, ...]
+    max_restarts: int = 3
+    restart_window_s: float = 3600.0
+    grace_s: float = 25.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How it ended. `status` is "finished" | "preempted" | "interrupted" | "failed"; `message` is for a person."""
+
+    exit_code: int
+    status: str
+    message: str
+    attempts: int
+
+
+def supervise(
+    spec: LaunchSpec,
+    *,
+    bus: Bus,
+    on_tick: Callable[[], None] = lambda: None,
+    say: Callable[[str], None],
+    newest_step: Callable[[], int] = lambda: 0,
+) -> Outcome:
+    """Run the ranks of `spec` to their end; nothing that it started is left when it returns or raises.
+
+    `on_tick` is called about ten times a second, `say` with lines for the person. `newest_step` is the step of the
+    newest checkpoint, from which a restart continues. `bus` is the supervisor's (rank -1).
+    Raises PhalanxError if the run directory cannot be written.
+    """
+    with SignalInbox() as inbox:
+        supervisor = _Supervisor(spec, bus, Attention(inbox, on_tick), _quietly(say), newest_step)
+        try:
+            return supervisor.run()
+        finally:
+            supervisor.close()
+            on_tick()
+
+
+class _Supervisor:
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        bus: Bus,
+        attention: Attention,
+        say: Callable[[str], None],
+        newest_step: Callable[[], int],
+    ) -> None:
+        self._spec, self._bus, self._attention = spec, bus, attention
+        self._say, self._newest_step = say, newest_step
+        self._server: ServerProcess | None = None
+        self._stop = Stop()
+        self._policy = RestartPolicy(spec.max_restarts, spec.restart_window_s)
+        self._num_attempts = 0
+
+    def run(self) -> Outcome:
+        number = next_attempt(self._spec.run_dir)
+        while True:
+            self._num_attempts += 1
+            end = self._run_attempt(number)
+            failure = find_failure(end, self._spec.run_dir)
+            if self._stop.signal is not None:
+                return self._stopped(end, failure)
+            if failure is None:
+                return self._left(end)
+            self._emit_failure(failure)
+            if not failure.restartable:
+                return Outcome(int(failure.exit_code), "failed", failure.report, self._num_attempts)
+            try:
+                self._policy.admit(failure, time.monotonic())
+            except RestartBudgetError as error:
+                message = str(error) if failure.report == failure.summary else f"{error}\n{failure.report}"
+                return Outcome(int(error.exit_code), "failed", message, self._num_attempts)
+            self._announce_restart(failure)
+            number += 1
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.kill()
+
+    def _run_attempt(self, number: int) -> AttemptEnd:
+        started_at = time.monotonic()
+        self._bus.attempt = number
+        clear_black_boxes(self._spec.run_dir)
+        server = self._server
+        if server is None or server.link.closed:
+            server = self._server = start_server(self._spec.run_dir)
+            unready = self._prepare(server, AttemptEnd(number))
+            if unready is not None:
+                return unready
+
+        def on_started(pids: list[int]) -> None:
+            self._bus.emit(RanksStarted(pids, time.monotonic() - started_at))
+
+        watch = AttemptWatch(
+            number,
+            self._spec.num_ranks,
+            self._spec.run_dir,
+            self._spec.grace_s,
+            server,
+            self._attention,
+            self._stop,
+            self._say,
+            on_started,
+        )
+        return watch.run(self._spec.entry, self._spec.payload)
+
+    def _prepare(self, server: ServerProcess, end: AttemptEnd) -> AttemptEnd | None:
+        """Have the server import what it must; None when it is ready, otherwise how the attempt ended."""
+        order: dict[str, Any] = {"do": "prepare", "preload": self._spec.preload, "run_dir": str(self._spec.run_dir)}
+        server.link.send(order | {"sys_path": sys.path, "python_path": os.environ.get("PYTHONPATH")})
+        while not server.link.closed:
+            messages, signals = self._attention.wait(server.link)
+            for message in messages:
+                if message["say"] == "ready":
+                    return None
+                end.start_error = ErrorReport(**message["report"])
+                return end
+            if signals:
+                self._stop.signal = signal.SIGINT if signal.SIGINT in signals else signal.SIGTERM
+                server.kill()
+                return end
+        server.kill()
+        end.server_loss = server.how_it_ended()
+        if "killed" not in end.server_loss:
+            end.start_error = _unexplained(end.server_loss, server.last_words())
+        return end
+
+    def _left(self, end: AttemptEnd) -> Outcome:
+        """All ranks returned 0, or agreed to leave because one of them was told to."""
+        codes = {left.code for left in end.exits.values()}
+        if codes == {0}:
+            return Outcome(int(ExitCode.OK), "finished", "", self._num_attempts)
+        code = ExitCode.PREEMPTED if ExitCode.PREEMPTED in codes else ExitCode.INTERRUPTED
+        return self._leave(code, _late(end))
+
+    def _stopped(self, end: AttemptEnd, failure: Failure | None) -> Outcome:
+        """A stop was asked for. Whatever happened on the way, the run is to be continued, not repaired."""
+        code = ExitCode.INTERRUPTED if self._stop.at_once or self._is_interrupt() else ExitCode.PREEMPTED
+        left = {left.code for left in end.exits.values()}
+        if self._stop.at_once:
+            return self._leave(code, "stopped at once by Ctrl-C; the last checkpoint stands")
+        if left == {0}:
+            return Outcome(int(ExitCode.OK), "finished", "", self._num_attempts)
+        if not end.exits:
+            return self._leave(code, "stopped before the ranks had started; nothing is lost")
+        if failure is not None and failure.step < 1 and failure.cause == "signal":
+            return self._leave(code, "stopped before the first step; the last checkpoint, if any, stands")
+        if failure is not None:
+            return self._leave(code, f"failed while stopping; the last checkpoint stands\n{failure.report}")
+        return self._leave(code, _late(end))
+
+    def _is_interrupt(self) -> bool:
+        return self._stop.signal == signal.SIGINT
+
+    def _leave(self, code: ExitCode, message: str) -> Outcome:
+        status = "preempted" if code == ExitCode.PREEMPTED else "interrupted"
+        return Outcome(int(code), status, message or EXIT_CODE_MEANING[code], self._num_attempts)
+
+    def _emit_failure(self, failure: Failure) -> None:
+        self._bus.emit(
+            RankFailed(
+                failed_rank=failure.rank,
+                step=failure.step,
+                phase=failure.phase,
+                cause=failure.cause,
+                detail=failure.detail,
+                detected_s=failure.detected_s,
+            )
+        )
+
+    def _announce_restart(self, failure: Failure) -> None:
+        from_step, restart, budget = self._newest_step(), self._policy.num_restarts, self._spec.max_restarts
+        self._bus.emit(RestartScheduled(restart, budget, from_step))
+        self._say(f"{failure.summary}; starting again from step {from_step} (restart {restart} of {budget})")
+
+
+def _late(end: AttemptEnd) -> str:
+    """What to say if ranks had to be killed on the way out; nothing if they left by themselves."""
+    killed = sorted(rank for rank, left in end.exits.items() if left.code not in (0, *LEAVING))
+    if not killed and not end.grace_over:
+        return ""
+    return "the ranks did not save within the grace period and were killed; the last checkpoint stands"
+
+
+def _unexplained(how: str, last_words: str) -> ErrorReport:
+    what = f"the process that starts the ranks {how}"
+    return ErrorReport("", what, f"{what}\n{last_words}", ExitCode.INTERNAL, False, what, False, math.nan)
+
+
+def _quietly(say: Callable[[str], None]) -> Callable[[str], None]:
+    """`say`, except that a terminal which is gone does not take the run with it."""
+
+    def speak(line: str) -> None:
+        try:
+            say(line)
+        except OSError:
+            pass
+
+    return speak

@@ -1,0 +1,224 @@
+"""Why an attempt failed: which rank was first, what a person should read, and whether starting again can help."""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.core.errors import ExitCode
+from phalanx.core.phases import Place, read_black_box
+from phalanx.launch.attempt import AttemptEnd, RankExit
+from phalanx.launch.paths import black_box, rank_log
+from phalanx.launch.reports import ErrorReport
+from phalanx.launch.signals import signal_name
+
+# Codes that phalanx gives to problems which a restart does not cure.
+_DETERMINISTIC = {int(code) for code in ExitCode} - {
+    ExitCode.OK,
+    ExitCode.INTERNAL,
+    ExitCode.RESTART_BUDGET,
+    ExitCode.PREEMPTED,
+    ExitCode.INTERRUPTED,
+}
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The root cause of a failed attempt.
+
+    `summary` is one line with the place; `detail` the error or signal alone; `report` the whole text for a person;
+    `signature` is equal for equal failures. `step` is 0 before the first step, `rank` -1 for the server itself.
+    """
+
+    rank: int
+    cause: str  # "exception" | "signal" | "exit"
+    step: int
+    phase: str
+    summary: str
+    detail: str
+    report: str
+    signature: str
+    exit_code: int
+    restartable: bool
+    detected_s: float
+
+
+def find_failure(end: AttemptEnd, run_dir: Path) -> Failure | None:
+    """The failure of an attempt, or None if every rank finished or left in agreement."""
+    if end.start_error is not None:
+        return _from_supervision(end.start_error)
+    first = _first_to_fail(end)
+    if first is None or (first in end.reports and end.reports[first].secondary):
+        ours = _of_our_own_processes(end, run_dir)
+        if ours is not None or first is None:
+            return ours
+    place = read_black_box(black_box(run_dir, first))
+    report = end.reports.get(first)
+    if report is not None and report.is_phalanx_error:
+        return _from_phalanx_error(first, report, place, end)
+    if report is not None:
+        return _from_exception(first, report, place, end)
+    return _from_exit(end.exits[first], place, end, run_dir)
+
+
+def _first_to_fail(end: AttemptEnd) -> int | None:
+    """The earliest cause; the earliest consequence where no cause is known."""
+    times: list[tuple[bool, float, int]] = []
+    for rank in end.exits.keys() | end.reports.keys():
+        left, report = end.exits.get(rank), end.reports.get(rank)
+        if report is not None:
+            times.append((report.secondary, report.time_unix_s, rank))
+        elif left is not None and left.failed:
+            times.append((False, left.died_unix_s, rank))
+    return min(times)[2] if times else None
+
+
+def _from_supervision(report: ErrorReport) -> Failure:
+    """The ranks never came to be: a module that does not import, no process or port to be had."""
+    return Failure(
+        rank=-1,
+        cause="exception",
+        step=0,
+        phase="startup",
+        summary=report.one_line,
+        detail=report.one_line,
+        report=report.one_line if report.is_phalanx_error else report.traceback.rstrip(),
+        signature=report.one_line,
+        exit_code=report.exit_code,
+        restartable=False,
+        detected_s=0.0,
+    )
+
+
+def _of_our_own_processes(end: AttemptEnd, run_dir: Path) -> Failure | None:
+    if not end.server_loss and not end.store_loss:
+        return None
+    what = "the process that starts the ranks" if end.server_loss else "the process that holds the rendezvous store"
+    how = end.server_loss or f"ended ({end.store_loss})"
+    boxes = (run_dir / "blackbox").glob("rank-*")
+    places = [place for box in boxes if (place := read_black_box(box)) is not None]
+    place = max(places, default=None)
+    return Failure(
+        rank=-1,
+        cause="signal" if "killed" in how else "exit",
+        step=place.step if place else 0,
+        phase=place.phase if place else "",
+        summary=f"{what} {how} {_where(place)}",
+        detail=f"{what} {how}",
+        report=f"{what} {how} {_where(place)}{_hint(how)}",
+        signature=f"{what} {how}",
+        exit_code=ExitCode.INTERNAL,
+        restartable=True,
+        detected_s=0.0,
+    )
+
+
+def _from_phalanx_error(rank: int, report: ErrorReport, place: Place | None, end: AttemptEnd) -> Failure:
+    return Failure(
+        rank=rank,
+        cause="exception",
+        step=place.step if place else 0,
+        phase=place.phase if place else "",
+        summary=report.one_line,
+        detail=report.one_line,
+        report=report.one_line,
+        signature=report.one_line,
+        exit_code=report.exit_code,
+        restartable=False,
+        detected_s=_detected_s(rank, end),
+    )
+
+
+def _from_exception(rank: int, report: ErrorReport, place: Place | None, end: AttemptEnd) -> Failure:
+    summary = f"rank {rank} failed {_where(place)}"
+    lines = [f"{summary}:", report.traceback.rstrip(), *_others(rank, report, end)]
+    return Failure(
+        rank=rank,
+        cause="exception",
+        step=place.step if place else 0,
+        phase=place.phase if place else "",
+        summary=f"{summary}: {report.one_line}",
+        detail=report.one_line,
+        report="\n".join(lines),
+        signature=_ADDRESS.sub("0x", report.one_line),
+        exit_code=ExitCode.INTERNAL,
+        restartable=place is not None and place.step >= 1,
+        detected_s=_detected_s(rank, end),
+    )
+
+
+def _from_exit(left: RankExit, place: Place | None, end: AttemptEnd, run_dir: Path) -> Failure:
+    """A death without a report: a signal, or an exit behind our back."""
+    in_training = place is not None and place.step >= 1
+    if left.signal is not None:
+        detail = f"killed by {signal_name(left.signal)}"
+        summary = f"rank {left.rank} was {detail} {_where(place)}"
+        code, restartable = int(ExitCode.INTERNAL), True
+    else:
+        assert left.code is not None
+        detail = f"exited with code {left.code}"
+        summary = f"rank {left.rank} {detail} {_where(place)}"
+        deterministic = left.code in _DETERMINISTIC
+        code = left.code if deterministic else ExitCode.INTERNAL
+        restartable = in_training and not deterministic
+    log = rank_log(run_dir, left.rank, end.number)
+    lines = [summary + _hint(detail), *_last_words(left, log), *_others(left.rank, None, end), f"log: {log}"]
+    return Failure(
+        rank=left.rank,
+        cause="exit" if left.signal is None else "signal",
+        step=place.step if place else 0,
+        phase=place.phase if place else "",
+        summary=summary,
+        detail=detail,
+        report="\n".join(lines),
+        signature=detail,
+        exit_code=code,
+        restartable=restartable,
+        detected_s=left.detected_s,
+    )
+
+
+def _detected_s(rank: int, end: AttemptEnd) -> float:
+    left = end.exits.get(rank)
+    return left.detected_s if left is not None else 0.0
+
+
+def _where(place: Place | None) -> str:
+    if place is None or place.step < 1:
+        return "before the first step"
+    return f"at step {place.step} in {place.phase}" + (f" ({place.collective})" if place.collective else "")
+
+
+def _hint(how: str) -> str:
+    return " (possibly by the kernel's out-of-memory killer)" if "SIGKILL" in how else ""
+
+
+def _last_words(left: RankExit, log: Path, num_lines: int = 25) -> list[str]:
+    """The end of the log where it explains a death: the stacks that faulthandler wrote, an abort's message."""
+    if left.signal in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):
+        return []
+    try:
+        return log.read_text(encoding="utf-8", errors="replace").splitlines()[-num_lines:]
+    except OSError:
+        return []
+
+
+def _others(root: int, root_report: ErrorReport | None, end: AttemptEnd) -> list[str]:
+    """One line for all ranks that fell with the first, and one for each that had an error of its own."""
+    fallen = sorted(rank for rank, report in end.reports.items() if rank != root and report.secondary)
+    lines = [f"{_ranks(fallen)}: connection closed, because of that"] if fallen else []
+    by_line: dict[str, list[int]] = {}
+    for rank, report in sorted(end.reports.items()):
+        if rank != root and not report.secondary:
+            by_line.setdefault(report.one_line, []).append(rank)
+    for one_line, ranks in by_line.items():
+        same = root_report is not None and one_line == root_report.one_line
+        lines.append(f"{_ranks(ranks)}: {'the same' if same else one_line}")
+    return lines
+
+
+def _ranks(ranks: list[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -1,0 +1,22 @@
+"""Find the repeated blocks of any module: what is sharded, recomputed and compiled as one unit."""
+
+from __future__ import annotations
+
+import fnmatch
+
+from torch import nn
+
+from phalanx.mesh.logical import full_name
+
+
+def find_blocks(module: nn.Module) -> list[nn.Module]:
+    """The repeated blocks: what `module.block_pattern` names, else the items of its ModuleLists of one class."""
+    pattern = getattr(module, "block_pattern", None)
+    if isinstance(pattern, str):
+        depth = pattern.count(".")
+        named = ((full_name(name), part) for name, part in module.named_modules())
+        return [part for name, part in named if fnmatch.fnmatchcase(name, pattern) and name.count(".") == depth]
+    for part in module.modules():
+        if isinstance(part, nn.ModuleList) and len(part) > 1 and len({type(item) for item in part}) == 1:
+            return list(part)
+    return []

@@ -1,0 +1,26 @@
+"""What differs between torch 2.11 and 2.13, and what torch says too loudly. The only file that asks for a version."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+
+
+def quiet_torch() -> None:
+    """Hide warnings that torch raises about its own internals and that a user can do nothing about."""
+    for message in (
+        r".*all_gather_into_tensor.*",
+        r".*reduce_scatter_tensor.*",
+        r".*(No device id is provided|barrier\(\): using the device).*",
+    ):
+        warnings.filterwarnings("ignore", message=message, module=r"torch\.")
+
+
+def fsdp_comm_classes() -> tuple[type, type]:
+    """FSDP2's exchangeable communication, to be subclassed: (all-gather, reduce-scatter). A private module in torch."""
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+    return DefaultAllGather, DefaultReduceScatter

@@ -1,0 +1,220 @@
+"""Open the process groups of a layout. The only room besides `launch` that reads the environment."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from phalanx.core.digest import differing_keys, digest
+from phalanx.core.errors import EnvironmentProblem, RanksDifferError
+from phalanx.mesh.compat import quiet_torch
+from phalanx.plan.layout import AXES, Layout
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The ranks of a layout as seen from one of them. `device_mesh` is None when there is only one rank."""
+
+    layout: Layout
+    rank: int
+    local_rank: int
+    device: torch.device
+    device_mesh: DeviceMesh | None = field(default=None, repr=False)
+
+    @property
+    def world_size(self) -> int:
+        return self.layout.world_size
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        return self.layout.coordinates(self.rank)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return self.layout.data_parallel_rank(self.rank)
+
+    def submesh(self, *axes: str) -> DeviceMesh:
+        """The DeviceMesh of `axes` through this rank. Only for more than one rank."""
+        assert self.device_mesh is not None, "one rank has no mesh"
+        return self.device_mesh[axes if len(axes) > 1 else axes[0]]
+
+    def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum `tensor` over all ranks, in place."""
+        if self.device_mesh is not None:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def barrier(self) -> None:
+        self.all_reduce_sum(torch.zeros(1, device=self.device))
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Every rank's JSON value, in rank order, on every rank. Nothing is pickled."""
+        if self.device_mesh is None:
+            return [value]
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
+        size = torch.tensor([data.numel()], device=self.device)
+        sizes = [torch.zeros_like(size) for _ in range(self.world_size)]
+        dist.all_gather(sizes, size)
+        longest = max(int(s) for s in sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
+        padded[: data.numel()] = data
+        gathered = [torch.zeros_like(padded) for _ in range(self.world_size)]
+        dist.all_gather(gathered, padded)
+        return [json.loads(bytes(g[: int(s)].tolist())) for g, s in zip(gathered, sizes, strict=True)]
+
+    def require_agreement(self, facts: Mapping[str, Any]) -> None:
+        """Compare `facts` (nested JSON) over all ranks; raise RanksDifferError on all of them if any differs."""
+        digests = self.gather_json(digest(facts))
+        if len(set(digests)) == 1:
+            return
+        every = self.gather_json(dict(facts))
+        majority = max(set(digests), key=lambda d: (digests.count(d), d == digests[0]))
+        reference = every[digests.index(majority)]
+        differences = []
+        for rank, (theirs, value) in enumerate(zip(digests, every, strict=True)):
+            if theirs != majority:
+                keys = differing_keys(reference, value)
+                shown = ", ".join(f"{k} = {_pick(value, k)!r}, not {_pick(reference, k)!r}" for k in keys[:4])
+                more = f" and {len(keys) - 4} more" if len(keys) > 4 else ""
+                differences.append(f"rank {rank}: {shown}{more}")
+        raise RanksDifferError(
+            "the ranks differ: " + "; ".join(differences), fix="give every rank the same job, code and data"
+        )
+
+
+def _pick(value: Any, path: str) -> Any:
+    for part in path.split("."):
+        if not isinstance(value, dict) or part not in value:
+            return None
+        value = value[part]
+    return value
+
+
+def choose_device(kind: str, local_rank: int) -> torch.device:
+    """ "auto" is CUDA where there is any. Raises EnvironmentProblem if CUDA is asked for and absent."""
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda":
+        if not torch.cuda.is_available():
+            raise EnvironmentProblem("no CUDA device is available", fix="use cluster.device=cpu")
+        if local_rank >= torch.cuda.device_count():
+            count = torch.cuda.device_count()
+            raise EnvironmentProblem(f"local rank {local_rank} has no GPU", why=f"this machine has {count}")
+        return torch.device("cuda", local_rank)
+    return torch.device("cpu")
+
+
+@contextlib.contextmanager
+def open_mesh(
+    layout: Layout,
+    *,
+    device: str = "auto",
+    timeout_s: float = 600.0,
+    rendezvous_s: float = 20.0,
+    store: dist.Store | None = None,
+) -> Iterator[Mesh]:
+    """Join the ranks of `layout` and yield this rank's Mesh; leave them at the end.
+
+    One rank needs nothing. More are found through RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (`store` is one from
+    `open_store`, if it is open already), or through a process group that is open already: it is used, and left open.
+    Raises EnvironmentProblem (exit 6) if the ranks are not those of the layout, if the port is taken, or if a rank
+    does not arrive within `rendezvous_s`.
+    """
+    quiet_torch()
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
+    ours = False
+    if dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+    if world_size != layout.world_size:
+        raise EnvironmentProblem(
+            f"the layout ({layout}) needs {layout.world_size} ranks and {world_size} are running",
+            fix="start as many ranks as the plan says, or change parallel.*",
+        )
+    where = choose_device(device, local_rank)
+    if where.type == "cpu":
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    else:
+        torch.cuda.set_device(where)
+    if world_size == 1 and not dist.is_initialized():
+        yield Mesh(layout, 0, local_rank, where)
+        return
+    if not dist.is_initialized():
+        ours = True
+        store = store or open_store(rendezvous_s=rendezvous_s)
+        _join(store, rank, world_size, where, timeout_s=timeout_s, rendezvous_s=rendezvous_s)
+    try:
+        shape = tuple(getattr(layout, axis) for axis in AXES)
+        device_mesh = init_device_mesh(where.type, shape, mesh_dim_names=AXES)
+        yield Mesh(layout, rank, local_rank, where, device_mesh)
+    finally:
+        if ours and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _join(
+    store: dist.Store, rank: int, world_size: int, device: torch.device, *, timeout_s: float, rendezvous_s: float
+) -> None:
+    store.set(f"arrived/{rank}", "1")
+    try:
+        store.wait([f"arrived/{r}" for r in range(world_size)], datetime.timedelta(seconds=rendezvous_s))
+    except dist.DistStoreError:
+        absent = [r for r in range(world_size) if not store.check([f"arrived/{r}"])]
+        raise EnvironmentProblem(
+            f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))} did not arrive in {rendezvous_s:g} s"
+        ) from None
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=timeout_s)
+    )
+
+
+def open_store(*, rendezvous_s: float = 20.0) -> dist.Store:
+    """The key-value store at MASTER_ADDR:MASTER_PORT, which rank 0 holds unless its launcher does.
+
+    Keys are those of this incarnation of the ranks: a restart never reads what the dead ones wrote.
+    """
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    incarnation = os.environ.get("PHALANX_ATTEMPT") or os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
+    return dist.PrefixStore(f"phalanx/{incarnation}", _open_store(rank, world_size, rendezvous_s))
+
+
+def _open_store(rank: int, world_size: int, rendezvous_s: float) -> dist.Store:
+    host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "0"))
+    hosts_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    listening: socket.socket | None = None
+    options: dict[str, Any] = {}
+    try:
+        if hosts_store and host in LOOPBACK:
+            # A TCPStore binds every interface unless it is handed a socket.
+            listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+            options["master_listen_fd"] = listening.detach()
+        return dist.TCPStore(
+            host,
+            port,
+            world_size,
+            is_master=hosts_store,
+            timeout=datetime.timedelta(seconds=rendezvous_s),
+            wait_for_workers=False,
+            **options,
+        )
+    except (dist.DistNetworkError, dist.DistStoreError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        if hosts_store:
+            why = "address in use" if "in use" in str(error).lower() or "EADDRINUSE" in str(error) else reason
+            raise EnvironmentProblem(
+                f"port {port} on {host} cannot be listened on", why=why, fix="choose another MASTER_PORT"
+            ) from None
+        raise EnvironmentProblem(f"no rank 0 answers at {host}:{port}", why=reason) from None

@@ -1,0 +1,108 @@
+"""Objectives: `objective(outputs, batch) -> (loss_sum, num_targets)`, sums so that averages stay honest.
+
+`loss_sum` is a 0-d tensor that carries gradients, `num_targets` counts the targets it sums over (0-d integer tensor).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+IGNORE_INDEX = -100
+
+Objective = Callable[[Any, Mapping[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
+
+
+class CausalOutput(NamedTuple):
+    """What causal models return: hidden states and the head's weight; the objective owns the head.
+
+    hidden_BTD: [batch, seq, dim]; head_VD: [vocab, dim].
+    """
+
+    hidden_BTD: torch.Tensor
+    head_VD: torch.Tensor
+
+
+def causal_cross_entropy(chunk_tokens: int) -> Objective:
+    """Cross-entropy summed over targets that are not -100, with logits of at most `chunk_tokens` tokens at a time."""
+    return functools.partial(_causal_cross_entropy, chunk_tokens)
+
+
+def _causal_cross_entropy(
+    chunk_tokens: int, outputs: Any, batch: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if not isinstance(outputs, CausalOutput):
+        return token_cross_entropy(outputs, batch)
+    hidden_ND = outputs.hidden_BTD.flatten(0, 1)
+    targets_N = batch["targets"].flatten()
+    loss_sum = _ChunkedCrossEntropy.apply(hidden_ND, outputs.head_VD, targets_N, chunk_tokens, torch.is_grad_enabled())
+    return loss_sum, (targets_N != IGNORE_INDEX).sum()
+
+
+def token_cross_entropy(outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """For modules that return logits [..., vocab]: cross-entropy summed over targets that are not -100."""
+    if not isinstance(outputs, torch.Tensor) or outputs.ndim < 2:
+        raise TypeError(
+            f"the model returned {type(outputs).__name__}, which the built-in objective cannot read: return logits "
+            "[..., vocab] or CausalOutput, or set model.objective"
+        )
+    targets = batch["targets"].flatten()
+    logits = outputs.flatten(0, -2).float() if outputs.dtype != torch.float64 else outputs.flatten(0, -2)
+    loss_sum = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+    return loss_sum, (targets != IGNORE_INDEX).sum()
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Computes both gradients while each chunk's logits exist, so that no logits are kept or computed twice.
+
+    Matmuls run in the hidden states' type; softmax, loss and the head's gradient accumulate in at least fp32.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, hidden_ND: torch.Tensor, head_VD: torch.Tensor, targets_N: torch.Tensor, chunk: int, grad: bool
+    ) -> torch.Tensor:
+        wide = torch.promote_types(hidden_ND.dtype, torch.float32)
+        head = head_VD.to(hidden_ND.dtype)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=hidden_ND.device)
+        grad_hidden = torch.empty_like(hidden_ND) if grad else None
+        grad_head = torch.zeros(head_VD.shape, dtype=wide, device=head_VD.device) if grad else None
+        for start in range(0, hidden_ND.shape[0], chunk):
+            rows = slice(start, start + chunk)
+            hidden, targets = hidden_ND[rows], targets_N[rows]
+            valid = targets != IGNORE_INDEX
+            picked = targets.clamp(min=0)[:, None]
+            logits = (hidden @ head.T).to(wide)
+            logits -= logits.amax(dim=1, keepdim=True)
+            at_target = logits.gather(1, picked).squeeze(1)
+            logits.exp_()
+            norm = logits.sum(dim=1)
+            loss_sum += torch.where(valid, norm.log() - at_target, 0.0).sum(dtype=torch.float64)
+            if grad_hidden is None or grad_head is None:
+                continue
+            logits /= norm[:, None]  # now probabilities; minus one-hot they are the gradient
+            logits.scatter_add_(1, picked, torch.full_like(picked, -1, dtype=wide))
+            logits *= valid[:, None]
+            grad_logits = logits.to(hidden.dtype)
+            torch.mm(grad_logits, head, out=grad_hidden[rows])
+            if grad_head.dtype == grad_logits.dtype:
+                grad_head.addmm_(grad_logits.T, hidden)
+            else:
+                grad_head += grad_logits.T @ hidden
+        if grad:
+            ctx.save_for_backward(grad_hidden, grad_head)
+            ctx.head_dtype = head_VD.dtype
+        return loss_sum.to(wide)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: torch.Tensor) -> Any:  # type: ignore[override]
+        grad_hidden, grad_head = ctx.saved_tensors
+        grad_hidden.mul_(grad_loss)
+        grad_head.mul_(grad_loss)
+        return grad_hidden, grad_head.to(ctx.head_dtype), None, None, None

@@ -1,0 +1,39 @@
+"""`python -m phalanx.nn.probe JSON`: describe a user's model from the meta device, for the torch-free planner."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import torch
+
+from phalanx.core.errors import PhalanxError
+from phalanx.core.registry import resolve
+from phalanx.mesh.blocks import find_blocks
+
+
+def describe(kind: str, args: dict[str, object]) -> dict[str, object]:
+    """Parameter names, shapes and blocks of `kind(**args)`, without allocating its weights."""
+    factory = resolve(kind, "phalanx.nn.models", "build")
+    with torch.device("meta"):
+        module = factory(**args)
+    if not isinstance(module, torch.nn.Module):
+        raise PhalanxError(f"{kind} returned {type(module).__name__}, not an nn.Module")
+    blocks = {id(block) for block in find_blocks(module)}
+    parameters = list(module.named_parameters())
+    return {
+        "num_params": sum(p.numel() for _, p in parameters),
+        "num_trainable_params": sum(p.numel() for _, p in parameters if p.requires_grad),
+        "tensors": [[name, list(p.shape), str(p.dtype).removeprefix("torch.")] for name, p in parameters],
+        "blocks": [name for name, part in module.named_modules() if id(part) in blocks],
+    }
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.getcwd())
+    request = json.loads(sys.argv[1])
+    try:
+        print(json.dumps(describe(request["kind"], request.get("args", {}))))
+    except PhalanxError as error:
+        sys.exit(str(error))

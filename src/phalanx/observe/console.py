@@ -1,0 +1,310 @@
+"""What a person sees while a run trains: a live bar on a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TextIO
+
+from phalanx.core.units import format_bytes, format_count, format_seconds
+from phalanx.observe import events
+from phalanx.observe.events import Envelope, StepFinished
+
+AVERAGED_STEPS = 20  # the first steps are slow (allocation, compilation); a short memory forgets them soon
+REDRAW_S = 0.1
+
+
+class Console(Protocol):
+    """Shows envelopes. A stream that breaks (a closed pipe) silences it; training goes on."""
+
+    def write(self, envelope: Envelope) -> None: ...
+
+    def say(self, line: str) -> None:
+        """Print one line of somebody else's (a rank's own output) without tearing the bar."""
+        ...
+
+    def tick(self) -> None:
+        """Time has passed: redraw if there is anything to redraw."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_console(stream: TextIO, *, total_steps: int, log_every: int, is_terminal: bool | None = None) -> Console:
+    """A live bar if `stream` is a terminal, else one line each `log_every` steps. rich is imported only for the bar."""
+    if is_terminal is None:
+        is_terminal = stream.isatty()
+    if not is_terminal:
+        return PlainConsole(stream, Pace(total_steps), log_every)
+    from rich.console import Console as RichConsole
+
+    screen = RichConsole(file=stream, force_terminal=True, highlight=False, soft_wrap=True)
+    if screen.is_dumb_terminal:
+        return PlainConsole(stream, Pace(total_steps), log_every)
+    return LiveConsole(screen, Pace(total_steps))
+
+
+@dataclass
+class Pace:
+    """Where the run stands and how fast it moves: what both consoles show, kept once."""
+
+    total_steps: int
+    last: StepFinished | None = None
+    attempt: int = 0
+    num_restarts: int = 0
+    num_skipped: int = 0
+    is_first_of_attempt: bool = False
+    _recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=AVERAGED_STEPS))
+    _rss_bytes: dict[int, float] = field(default_factory=dict)
+
+    def take(self, envelope: Envelope) -> bool:
+        """Account for an envelope; True if it was a step of rank 0, the one that is shown."""
+        event = envelope.event
+        if isinstance(event, events.RestartScheduled):
+            self.num_restarts += 1
+        elif isinstance(event, events.StepSkipped) and envelope.rank == 0:
+            self.num_skipped += 1
+        if not isinstance(event, StepFinished):
+            return False
+        self._rss_bytes[envelope.rank] = event.rss_bytes
+        if envelope.rank != 0:
+            return False
+        self.is_first_of_attempt = self.last is None or envelope.attempt != self.attempt
+        if self.is_first_of_attempt:
+            self._recent.clear()  # the pace of processes that are gone says nothing about these
+        self.last, self.attempt = event, envelope.attempt
+        if math.isfinite(event.step_s) and math.isfinite(event.tokens_per_s):
+            self._recent.append((event.tokens_per_s * event.step_s, event.step_s))
+        return True
+
+    @property
+    def step(self) -> int:
+        return int(self.last.step) if self.last is not None else 0
+
+    @property
+    def step_s(self) -> float:
+        return sum(seconds for _, seconds in self._recent) / len(self._recent) if self._recent else math.nan
+
+    @property
+    def tokens_per_s(self) -> float:
+        seconds = sum(seconds for _, seconds in self._recent)
+        return sum(tokens for tokens, _ in self._recent) / seconds if seconds > 0 else math.nan
+
+    @property
+    def eta_s(self) -> float:
+        return self.step_s * max(self.total_steps - self.step, 0)
+
+    @property
+    def rss_bytes(self) -> float:
+        """The largest rank's; of those whose events arrive here."""
+        return max(self._rss_bytes.values(), default=math.nan)
+
+    def facts(self) -> list[str]:
+        """The step's numbers as words, most wanted first."""
+        if self.last is None:
+            return []
+        return [
+            f"loss {self.last.loss:.4f}",
+            f"lr {self.last.learning_rate:.1e}",
+            f"norm {self.last.grad_norm:.2f}",
+            f"{_rate(self.tokens_per_s)} tok/s",
+            f"{format_seconds(self.step_s)}/step",
+        ]
+
+
+def _rate(per_s: float) -> str:
+    return format_count(per_s).replace(" ", "").replace("K", "k") if math.isfinite(per_s) else "?"
+
+
+def _memory(num_bytes: float) -> str:
+    return format_bytes(num_bytes).replace(".0 ", " ") if math.isfinite(num_bytes) else "?"
+
+
+def printable(text: str, limit: int = 300) -> str:
+    """One line without control characters: what a rank says must not move the cursor of whoever reads it."""
+    line = "".join(letter if letter.isprintable() else " " for letter in text[: 4 * limit])
+    line = " ".join(line.split())
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def describe(envelope: Envelope) -> str | None:
+    """The line for an event that a person wants to know of, or None for the others."""
+    line = _words(envelope.event)
+    return None if line is None else printable(line)
+
+
+def _words(event: events.Event) -> str | None:
+    match event:
+        case events.RunStarted():
+            layout = " x ".join(f"{axis}={degree}" for axis, degree in event.layout.items() if degree > 1) or "one rank"
+            start = f", continues at step {event.step} from {event.restored_from}" if event.restored_from else ""
+            took = format_seconds(event.startup_s)
+            return f"{event.run}: {event.world_size} ranks on {event.device}, {layout}, started in {took}{start}"
+        case events.StepSkipped():
+            return f"skipped step {event.step}: {event.reason.replace('_', ' ')} (gradient norm {event.grad_norm:.3g})"
+        case events.EvalFinished():
+            return (
+                f"held-out loss {event.loss:.4f} nats/token at step {event.step}"
+                f" ({format_count(event.num_targets)} tokens, {format_seconds(event.wall_s)})"
+            )
+        case events.BaselineMeasured():
+            return f"baseline {event.name}: {event.loss:.4f} nats/token"
+        case events.CheckpointSaved():
+            size, took = format_bytes(event.num_bytes), format_seconds(event.wall_s)
+            return f"saved checkpoint of step {event.step}: {event.path} ({size}, {took})"
+        case events.CheckpointFailed():
+            return f"checkpoint of step {event.step} failed: {event.reason} ({event.path})"
+        case events.TextGenerated():
+            return f"sample at step {event.step}: {event.prompt}{event.text}"
+        case events.StopRequested():
+            return f"stopping after step {event.step}: {event.reason}"
+        case events.RankFailed():
+            where = f" at step {event.step}" + (f" in {event.phase}" if event.phase else "")
+            seen = f", seen after {format_seconds(event.detected_s)}"
+            return f"rank {event.failed_rank} failed{where}: {event.cause}, {_last_line(event.detail)}{seen}"
+        case events.RestartScheduled():
+            return f"restart {event.restart} of at most {event.budget}, from step {event.from_step}"
+        case events.RunFinished():
+            code = f", exit code {event.exit_code}" if event.exit_code else ""
+            return f"{event.status} at step {event.step} after {format_seconds(event.wall_s)}{code}"
+        case events.SinkDropped():
+            lost = f"lost {event.num_dropped} events" if event.num_dropped else "dropped"
+            return f"sink {event.sink} {lost}: {event.reason}"
+        case events.Note():
+            facts = ", ".join(f"{key} {value}" for key, value in event.facts.items())
+            return f"note {event.code}" + (f": {facts}" if facts else "")
+    return None
+
+
+def _last_line(text: str) -> str:
+    """Of a traceback, the line that names the exception."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "no detail"
+
+
+class PlainConsole:
+    """Lines for log files and pipes: no control characters, nothing redrawn."""
+
+    def __init__(self, stream: TextIO, pace: Pace, log_every: int) -> None:
+        self._stream = stream
+        self._pace = pace
+        self._log_every = log_every
+        self._is_open = True
+
+    def write(self, envelope: Envelope) -> None:
+        if self._pace.take(envelope):
+            if self._is_due():
+                self.say(self._step_line())
+        elif (line := describe(envelope)) is not None:
+            self.say(line)
+
+    def _is_due(self) -> bool:
+        """Each `log_every` steps, and at the first and last of them: a person waits for a sign of life."""
+        pace = self._pace
+        return pace.is_first_of_attempt or pace.step % self._log_every == 0 or pace.step == pace.total_steps
+
+    def _step_line(self) -> str:
+        pace = self._pace
+        parts = [f"step {pace.step}/{pace.total_steps}", *pace.facts()]
+        parts += [f"eta {format_seconds(pace.eta_s)}", f"mem {_memory(pace.rss_bytes)}"]
+        return "  ".join(parts)
+
+    def say(self, line: str) -> None:
+        if not self._is_open:
+            return
+        try:
+            self._stream.write(printable(line, limit=2000) + "\n")
+            self._stream.flush()
+        except (OSError, ValueError):
+            self._is_open = False
+
+    def tick(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._is_open = False
+
+
+class LiveConsole:
+    """Two lines at the bottom of a terminal, redrawn at most ten times a second; events scroll above them."""
+
+    def __init__(self, screen: Any, pace: Pace) -> None:
+        from rich.live import Live
+
+        self._pace = pace
+        self._screen = screen
+        self._drawn_s = 0.0
+        self._live = Live(console=screen, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+        self._is_open = True
+
+    def write(self, envelope: Envelope) -> None:
+        if self._pace.take(envelope):
+            self.tick()
+        elif (line := describe(envelope)) is not None:
+            self.say(line, style=_style(envelope.event))
+
+    def say(self, line: str, style: str = "") -> None:
+        from rich.text import Text
+
+        if self._is_open:
+            self._guarded(lambda: self._screen.print(Text(printable(line, limit=2000), style=style)))
+
+    def tick(self) -> None:
+        now = time.monotonic()
+        if self._is_open and self._pace.last is not None and now - self._drawn_s >= REDRAW_S:
+            self._drawn_s = now
+            self._guarded(self._draw)
+
+    def _draw(self) -> None:
+        if not self._live.is_started:
+            self._live.start()
+        self._live.update(self._frame(), refresh=True)
+
+    def close(self) -> None:
+        """Draw the last state, which stays on the screen, and give the cursor back."""
+        if self._is_open and self._pace.last is not None:
+            self._guarded(self._draw)
+        self._is_open = False
+        try:
+            self._live.stop()
+        except (OSError, ValueError):
+            pass
+
+    def _guarded(self, draw: Any) -> None:
+        try:
+            draw()
+        except (OSError, ValueError):
+            self._is_open = False
+
+    def _frame(self) -> Any:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        pace = self._pace
+        bar = Table.grid(padding=(0, 2, 0, 0), expand=True)
+        bar.add_column(no_wrap=True)
+        bar.add_column(ratio=1)
+        bar.add_column(no_wrap=True)
+        bar.add_row(
+            Text(f"step {pace.step}/{pace.total_steps}", style="bold"),
+            ProgressBar(total=max(pace.total_steps, 1), completed=pace.step),
+            Text(f"eta {format_seconds(pace.eta_s)}"),
+        )
+        facts = [*pace.facts(), f"mem {_memory(pace.rss_bytes)}"]
+        if pace.num_restarts:
+            facts.append(f"restarts {pace.num_restarts}")
+        if pace.num_skipped:
+            facts.append(f"skipped {pace.num_skipped}")
+        return Group(bar, Text("  ".join(facts), no_wrap=True, overflow="ellipsis"))
+
+
+def _style(event: events.Event) -> str:
+    if isinstance(event, events.RankFailed | events.CheckpointFailed):
+        return "red"
+    if isinstance(event, events.StepSkipped | events.RestartScheduled | events.SinkDropped | events.StopRequested):
+        return "yellow"
+    return ""

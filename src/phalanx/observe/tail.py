@@ -1,0 +1,116 @@
+"""Read a run's event files while they grow: whole lines only, new files as they appear."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from phalanx.observe.events import Envelope, parse_line
+
+RANK_FILE = re.compile(r"rank-(\d{1,9})-attempt-(\d{1,9})\.jsonl")
+SUPERVISOR_FILE = "supervisor.jsonl"
+
+_HUGE = 1e300  # a longer whole number would overflow in the first division
+
+
+def read_event(line: bytes) -> Envelope | None:
+    """The envelope of one whole line, or None if it is torn, unknown, or holds values of the wrong type.
+
+    Event files are input: a disk error, another program or another release may have written them, and whoever
+    formats a number must be able to trust that it is one.
+    """
+    try:
+        envelope = parse_line(line.decode("utf-8", errors="replace"))
+    except RecursionError:
+        return None
+    if envelope is None or not _is_sound(envelope):
+        return None
+    return envelope
+
+
+def _is_sound(envelope: Envelope) -> bool:
+    if type(envelope.rank) is not int or type(envelope.attempt) is not int:
+        return False
+    if type(envelope.time_unix_s) not in (int, float) or not 0 <= envelope.time_unix_s < 1e11:
+        return False
+    event = envelope.event
+    return all(_fits(getattr(event, name), str(field.type)) for name, field in event.__dataclass_fields__.items())
+
+
+def _fits(value: Any, annotation: str) -> bool:
+    """True if `value` is what an event field of this annotation may hold; a float may also be NaN or infinite."""
+    match annotation:
+        case "float":
+            return type(value) is float or (type(value) is int and -_HUGE < value < _HUGE)
+        case "int":
+            return type(value) in (int, float) and -_HUGE < value < _HUGE
+        case "str":
+            return type(value) is str
+        case "dict[str, int]" | "dict[str, float]":
+            return type(value) is dict and all(_fits(item, "int") for item in value.values())
+        case "list[int]":
+            return type(value) is list and all(_fits(item, "int") for item in value)
+        case "dict[str, Any]":
+            return type(value) is dict
+    return False
+
+
+class EventTail:
+    """Follows `RUN/events`: the supervisor's file and those of rank 0, or of all ranks.
+
+    Attempts before `attempt_from` are left out, so that a resumed run does not show its past again; the
+    supervisor's lines are judged by the attempt they carry. `num_unreadable` counts the lines that were no event.
+    """
+
+    def __init__(self, run_dir: Path, attempt_from: int = 0, *, all_ranks: bool = False) -> None:
+        self.num_unreadable = 0
+        self._directory = run_dir / "events"
+        self._attempt_from = attempt_from
+        self._all_ranks = all_ranks
+        self._offsets: dict[str, int] = {}
+
+    def poll(self) -> list[Envelope]:
+        """What was written since the last call, oldest first; a torn last line waits for its end."""
+        found: list[Envelope] = []
+        for name, size in self._files():
+            if size > self._offsets.get(name, 0):
+                found += self._read_new(name)
+        found.sort(key=lambda envelope: envelope.time_unix_s)
+        return found
+
+    def _files(self) -> list[tuple[str, int]]:
+        """Names and sizes of the files to follow; none before the run has made its directory."""
+        try:
+            with os.scandir(self._directory) as entries:
+                return sorted((entry.name, entry.stat().st_size) for entry in entries if self._follows(entry.name))
+        except OSError:
+            return []
+
+    def _follows(self, name: str) -> bool:
+        if name == SUPERVISOR_FILE:
+            return True
+        match = RANK_FILE.fullmatch(name)
+        if match is None or int(match[2]) < self._attempt_from:
+            return False
+        return self._all_ranks or int(match[1]) == 0
+
+    def _read_new(self, name: str) -> list[Envelope]:
+        offset = self._offsets.get(name, 0)
+        try:
+            with open(self._directory / name, "rb") as file:
+                file.seek(offset)
+                data = file.read()
+        except OSError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offsets[name] = offset + len(whole)
+        found = []
+        for line in whole.splitlines():
+            envelope = read_event(line)
+            if envelope is None:
+                self.num_unreadable += bool(line.strip())
+            elif envelope.attempt >= self._attempt_from:
+                found.append(envelope)
+        return found

@@ -1,0 +1,79 @@
+"""dp_shard: parameters, gradients and optimizer state are split over ranks (FSDP2); with dp_replicate, HSDP.
+
+Each block is one unit: gathered before use, freed after (zero_stage 3) or kept until the backward (zero_stage 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from phalanx.core.phases import Phases
+from phalanx.mesh.compat import fsdp_comm_classes
+from phalanx.parallel.protocol import Order, Workpiece
+from phalanx.plan.planner import Plan
+
+
+class DpShard:
+    order = Order.DATA
+
+    def wanted(self, plan: Plan) -> bool:
+        return plan.layout.dp_shard > 1
+
+    def apply(self, piece: Workpiece) -> None:
+        layout = piece.plan.layout
+        axes = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
+        low = piece.compute_dtype is not torch.float32
+        # Inner units get their inputs in the compute type already; casting again would round rotary tables.
+        mesh = piece.mesh.submesh(*axes)
+        free = piece.plan.zero_stage == 3
+        for block in piece.blocks:
+            policy = _policy(piece.compute_dtype, low, cast_inputs=False)
+            fully_shard(block, mesh=mesh, reshard_after_forward=free, mp_policy=policy)
+        # The root holds embedding and head, which the backward needs at once: freeing them would gather them twice.
+        policy = _policy(piece.compute_dtype, low, cast_inputs=True)
+        fully_shard(piece.root, mesh=mesh, reshard_after_forward=free and not piece.blocks, mp_policy=policy)
+        piece.autocast = False
+        units = [module for module in piece.root.modules() if isinstance(module, FSDPModule)]
+        for unit in units:
+            _time_communication(unit, piece.phases)
+        root = piece.root
+
+        @contextmanager
+        def sync(on: bool) -> Iterator[None]:
+            root.set_requires_gradient_sync(on)
+            root.set_is_last_backward(on)
+            yield
+
+        piece.sync = sync
+
+
+def _policy(compute: torch.dtype, low: bool, *, cast_inputs: bool) -> MixedPrecisionPolicy:
+    if not low:
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=cast_inputs)
+
+
+def _time_communication(unit: FSDPModule, phases: Phases) -> None:
+    """Charge FSDP's gathers and scatters to "collective" where they block; on gloo that is where they happen."""
+    gather_class, scatter_class = fsdp_comm_classes()
+
+    class TimedGather(gather_class):  # type: ignore[misc, valid-type]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            with phases("collective", "all_gather parameters"):
+                return super().__call__(*args, **kwargs)
+
+    class TimedScatter(scatter_class):  # type: ignore[misc, valid-type]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            with phases("collective", "reduce_scatter gradients"):
+                return super().__call__(*args, **kwargs)
+
+    unit.set_custom_all_gather(TimedGather())
+    unit.set_custom_reduce_scatter(TimedScatter())
+
+
+parallelism = DpShard()

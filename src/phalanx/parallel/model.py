@@ -1,0 +1,171 @@
+"""ParallelModel: what `parallelize` returns. The same calls in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from phalanx.core.phases import Phases
+from phalanx.mesh.logical import LogicalShard, local_tensor, module_shards
+from phalanx.mesh.mesh import Mesh
+from phalanx.parallel.calling import call_with_batch
+from phalanx.parallel.protocol import Workpiece
+from phalanx.plan.planner import Plan
+
+Batch = Mapping[str, torch.Tensor]
+Objective = Callable[[Any, Batch], tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """This rank's sums over the microbatches of a step: 0-d fp64 tensors, not yet reduced."""
+
+    loss_sum: torch.Tensor
+    num_targets: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """A step over all ranks. `loss` is per target; `grad_norm` is exact and before clipping.
+
+    `finite`: loss and every gradient are. When it is False, or `num_targets` is 0, gradients were left as they were
+    and the step must not be applied. `votes` are the sums over ranks of what each rank handed in.
+    """
+
+    loss: float
+    num_targets: int
+    grad_norm: float
+    finite: bool
+    votes: tuple[float, ...] = ()
+
+    @property
+    def usable(self) -> bool:
+        return self.finite and self.num_targets > 0
+
+
+class ParallelModel:
+    """This rank's part of a model, and the calls that train it."""
+
+    def __init__(self, piece: Workpiece) -> None:
+        self._piece = piece
+        self.plan: Plan = piece.plan
+        self.mesh: Mesh = piece.mesh
+        self.phases: Phases = piece.phases
+        self.module: nn.Module = piece.root.module
+        # Gradients are reduced after division by this constant; finish_step applies the exact token factor.
+        self._constant = float(piece.plan.targets_per_rank)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward, on this rank's inputs."""
+        with self._autocast():
+            return self._piece.outer(args, kwargs, None)
+
+    def call_then(self, batch: Batch, then: Callable[[Any], Any]) -> Any:
+        """`then(outputs)` of one forward, run while a sharded model's outermost weights are still whole."""
+        args, kwargs = call_with_batch(self.module, batch)
+        with self._autocast():
+            return self._piece.outer(args, kwargs, then)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters an optimizer updates: this rank's shards, as DTensors where they are sharded."""
+        return self.module.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.module.named_parameters()
+
+    def train(self, mode: bool = True) -> None:
+        self._piece.outer.train(mode)
+
+    def shards(self) -> dict[str, LogicalShard]:
+        """Parameters and persistent buffers of this rank by full-model name; tied tensors appear once."""
+        return self._shards()[0]
+
+    def aliases(self) -> dict[str, str]:
+        """Names of tied tensors -> the name they are stored under."""
+        return self._shards()[1]
+
+    def _shards(self) -> tuple[dict[str, LogicalShard], dict[str, str]]:
+        return module_shards(self.module, replica=self.mesh.rank, num_replicas=self.mesh.world_size)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if not self._piece.autocast or self.plan.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self.mesh.device.type, self._piece.compute_dtype)
+
+    def forward_backward(self, microbatches: Sequence[Batch], objective: Objective) -> StepSums:
+        """Accumulate gradients over `microbatches`; ranks communicate during the last one only.
+
+        Every rank must hand in the same number of microbatches. Returns local sums; `finish_step` makes them a step.
+        """
+        assert microbatches, "a step needs at least one microbatch"
+        device = self.mesh.device
+        loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        num_targets = torch.zeros((), dtype=torch.float64, device=device)
+        for index, batch in enumerate(microbatches):
+            with self._piece.sync(index == len(microbatches) - 1):
+                with self.phases("forward"):
+                    loss, targets = self._loss(batch, objective)
+                with self.phases("backward"):
+                    (loss / self._constant).backward()
+                    self._piece.after_backward()
+            loss_sum += loss.detach()
+            num_targets += targets
+        return StepSums(loss_sum, num_targets)
+
+    @torch.no_grad()
+    def evaluate(self, microbatches: Sequence[Batch], objective: Objective) -> StepSums:
+        """Local sums without gradients. Every rank must hand in the same number of microbatches."""
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        num_targets = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        for batch in microbatches:
+            loss, targets = self._loss(batch, objective)
+            loss_sum += loss
+            num_targets += targets
+        return StepSums(loss_sum, num_targets)
+
+    def _loss(self, batch: Batch, objective: Objective) -> tuple[torch.Tensor, torch.Tensor]:
+        batch = {key: tensor.to(self.mesh.device, non_blocking=True) for key, tensor in batch.items()}
+        loss, targets = self.call_then(batch, lambda outputs: objective(outputs, batch))
+        return loss, targets
+
+    @torch.no_grad()
+    def finish_step(self, sums: StepSums, *, max_norm: float | None = None, votes: Sequence[float] = ()) -> StepFacts:
+        """One reduction over all ranks: loss, targets, the exact global gradient norm and `votes`.
+
+        Then gradients become those of sum(loss) / sum(targets), scaled down to `max_norm` if their norm exceeds it.
+        """
+        gradients = [local_tensor(p.grad) for p in self.parameters() if p.grad is not None]
+        gradients = [g for g in gradients if g.numel()]
+        squares = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        if gradients:
+            squares = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+        # Ranks that hold the same gradient each bring an equal part of its square.
+        squares = squares / self.plan.layout.dp_replicate
+        vector = torch.stack((sums.loss_sum, sums.num_targets, squares))
+        vector = torch.cat((vector, torch.tensor(votes, dtype=torch.float64, device=vector.device)))
+        with self.phases("collective", "all_reduce step facts"):
+            self.mesh.all_reduce_sum(vector)
+            loss_sum, num_targets, total_squares, *reduced = vector.tolist()
+        if num_targets == 0:
+            return StepFacts(0.0, 0, 0.0, True, tuple(reduced))
+        factor = self.plan.layout.data_parallel_size * self._constant / num_targets
+        norm = factor * total_squares**0.5
+        loss = loss_sum / num_targets
+        finite = norm - norm == 0.0 and loss - loss == 0.0  # false for NaN and infinities
+        if finite:
+            if max_norm is not None and norm > max_norm:
+                factor *= max_norm / norm
+            if factor != 1.0:
+                torch._foreach_mul_(gradients, factor)
+        return StepFacts(loss, int(num_targets), norm, finite, tuple(reduced))
+
+    def reduce_sums(self, sums: StepSums) -> tuple[float, int]:
+        """(loss per target, number of targets) over all ranks."""
+        vector = self.mesh.all_reduce_sum(torch.stack((sums.loss_sum, sums.num_targets)))
+        loss_sum, num_targets = vector.tolist()
+        return (loss_sum / num_targets if num_targets else float("nan")), int(num_targets)

@@ -1,0 +1,85 @@
+"""Turn any nn.Module into this rank's part of it, by the plan, in one fixed order."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+import xxhash
+from torch import nn
+
+from phalanx.core.errors import LayoutError
+from phalanx.core.phases import Phases
+from phalanx.core.registry import names
+from phalanx.mesh.blocks import find_blocks
+from phalanx.mesh.logical import module_shards
+from phalanx.mesh.mesh import Mesh
+from phalanx.parallel.model import ParallelModel
+from phalanx.parallel.protocol import Parallelism, Root, Workpiece
+from phalanx.plan.planner import Plan
+
+
+def transforms() -> list[Parallelism]:
+    """Every transform of this folder, in the order they are applied."""
+    package = __name__.rpartition(".")[0]
+    modules = (importlib.import_module(f"{package}.{name}") for name in names(package))
+    found: list[Parallelism] = [m.parallelism for m in modules if hasattr(m, "parallelism")]
+    return sorted(found, key=lambda transform: transform.order)
+
+
+def parallelize(
+    module: nn.Module, plan: Plan, mesh: Mesh, *, phases: Phases | None = None, seed: int = 0
+) -> ParallelModel:
+    """Apply the plan's layout, recompute and compile choices to `module`.
+
+    A module on the meta device is filled after sharding by its own `initialize(shards, seed)`, each rank its part.
+    Any other module must hold the same weights on every rank (build it from the same seed). It is changed in place.
+    Raises LayoutError for a module that the plan cannot be applied to.
+    """
+    if plan.layout.world_size != mesh.world_size:
+        raise LayoutError(f"the plan is for {plan.layout.world_size} ranks and the mesh has {mesh.world_size}")
+    on_meta = any(p.is_meta for p in module.parameters())
+    if on_meta and not hasattr(module, "initialize"):
+        raise LayoutError(
+            f"{type(module).__name__} is on the meta device and cannot fill itself",
+            fix="give it initialize(shards, seed) or build it with real weights",
+        )
+    root = Root(module)
+    if not on_meta:
+        mesh.require_agreement({"initial weights of your module": _fingerprint(module)})
+        root.to(mesh.device)
+    done = not on_meta
+
+    def materialize() -> None:
+        nonlocal done
+        if done:
+            return
+        done = True
+        root.to_empty(device=mesh.device)
+        shards, _ = module_shards(module, replica=mesh.rank, num_replicas=mesh.world_size)
+        with torch.no_grad():
+            module.initialize(shards, seed)  # type: ignore[operator]
+
+    piece = Workpiece(
+        root=root,
+        plan=plan,
+        mesh=mesh,
+        phases=phases or Phases(),
+        blocks=find_blocks(module),
+        outer=root,
+        materialize=materialize,
+    )
+    for transform in transforms():
+        if transform.wanted(plan):
+            transform.apply(piece)
+    materialize()
+    return ParallelModel(piece)
+
+
+def _fingerprint(module: nn.Module) -> str:
+    """XXH3 over names, shapes and bytes of every parameter and buffer."""
+    hasher = xxhash.xxh3_64()
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        hasher.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        hasher.update(tensor.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().data)
+    return hasher.hexdigest()

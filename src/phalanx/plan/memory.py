@@ -1,0 +1,107 @@
+"""Bytes per rank, by category, from published arithmetic.
+
+States follow the ZeRO paper (arXiv 1910.02054, §5): stage 1 splits optimizer state over the data-parallel ranks,
+stage 2 also gradients, stage 3 also parameters. Activations count what autograd keeps for the built-in decoder.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phalanx.job.shape import ModelShape
+
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "loss", "communication")
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes per parameter of each kind of state. The default is phalanx's: everything fp32, two Adam moments."""
+
+    parameters: float = 4
+    gradients: float = 4
+    optimizer: float = 8
+
+
+MIXED_FP16_ADAM = StateBytes(2, 2, 12)  # the ZeRO paper's: fp16 weights and gradients, fp32 copy and two moments
+
+
+def state_bytes(num_params: float, zero_stage: int, dp_size: int, per: StateBytes) -> dict[str, float]:
+    """Model-state bytes of one rank at a ZeRO stage (0: plain data parallelism)."""
+    split = {kind: dp_size if zero_stage >= stage else 1 for kind, stage in _SPLIT_FROM_STAGE.items()}
+    return {kind: num_params * getattr(per, kind) / split[kind] for kind in _SPLIT_FROM_STAGE}
+
+
+_SPLIT_FROM_STAGE = {"optimizer": 1, "gradients": 2, "parameters": 3}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one rank does with the model in one microbatch."""
+
+    micro_batch_size: int
+    seq_len: int
+    precision: str  # "fp32" | "bf16"
+    recompute: str  # "none" | "full"
+    loss_chunk_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        return self.micro_batch_size * self.seq_len
+
+    @property
+    def compute_bytes(self) -> int:
+        return 2 if self.precision == "bf16" else 4
+
+
+def activation_bytes(shape: ModelShape, work: Workload) -> float:
+    """Bytes autograd keeps from the forward to the backward, all layers of the decoder.
+
+    Per token and layer, in elements: 4 dim (input and output of both norms); heads x head_dim for each of q, k, v (key
+    and value repeated to the query heads) and the attention output; 4 ffn (gate, silu(gate), up, their product); and
+    one fp32 log-sum-exp per head. Recompute keeps the layer's input, and one layer is alive while it is redone.
+    """
+    width = shape.num_heads * shape.head_dim
+    per_layer = (4 * shape.dim + 4 * width + 4 * shape.ffn_dim) * work.compute_bytes + 4 * shape.num_heads
+    boundary = shape.dim * work.compute_bytes
+    layers = shape.num_layers * per_layer
+    if work.recompute == "full":
+        layers = shape.num_layers * boundary + per_layer
+    return work.tokens * (layers + 2 * boundary)  # and the final norm
+
+
+def loss_bytes(shape: ModelShape, work: Workload) -> float:
+    """Bytes of the chunked cross-entropy: fp32 logits of one chunk, gradients of hidden states and head.
+
+    In bf16 a chunk also exists in the compute type twice: as it leaves the matmul and as it enters the next.
+    """
+    chunk = min(work.loss_chunk_tokens, work.tokens)
+    low = 0 if work.compute_bytes == 4 else 2 * work.compute_bytes
+    logits = chunk * shape.vocab_size * (4 + low)
+    return logits + work.tokens * shape.dim * work.compute_bytes + shape.vocab_size * shape.dim * 4
+
+
+def communication_bytes(shape: ModelShape, work: Workload, zero_stage: int) -> float:
+    """Bytes of what sharding gathers for use: the unsharded weights and gradients of the units alive at the worst time.
+
+    DDP reduces in the gradients' own storage and needs nothing more. Under bf16 autocast it keeps cast weights.
+    """
+    if zero_stage == 0:
+        return shape.num_params * 2 if work.precision == "bf16" else 0
+    block, rest = shape.block_params, shape.num_params - shape.num_layers * shape.block_params
+    if zero_stage == 3:
+        # The root unit (embedding, head) stays whole through the forward; one block is gathered beside it.
+        return (rest + block) * work.compute_bytes + max(rest, block) * 4
+    return shape.num_params * work.compute_bytes + max(rest, block) * 4
+
+
+def rank_memory(shape: ModelShape, work: Workload, zero_stage: int, dp_size: int) -> dict[str, int]:
+    """Bytes of one rank by category (see CATEGORIES), on top of interpreter and torch.
+
+    Of a user's own module only the states are known: activations, loss and communication count zero.
+    """
+    memory = state_bytes(shape.num_params, zero_stage, dp_size, StateBytes())
+    if shape.is_known:
+        memory["activations"] = activation_bytes(shape, work)
+        memory["loss"] = loss_bytes(shape, work)
+        memory["communication"] = communication_bytes(shape, work, zero_stage)
+    return {category: round(memory.get(category, 0)) for category in CATEGORIES}

@@ -1,0 +1,139 @@
+"""The curves over steps: loss, learning rate, gradient norm, throughput, memory in use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from phalanx.core.units import MIB
+from phalanx.report.charts import LineChart, Mark, Reference, Series, line_chart
+from phalanx.report.facts import RunFacts
+from phalanx.report.markup import Html, tag
+from phalanx.report.sample import smooth
+
+
+def curves(facts: RunFacts) -> Html:
+    return tag(
+        "section",
+        tag("h2", "Training"),
+        loss_chart(facts),
+        tag("div", rate_chart(facts), norm_chart(facts), class_="pair"),
+        tag("div", throughput_chart(facts), resident_chart(facts), class_="pair"),
+        id="training",
+    )
+
+
+def x_range(facts: RunFacts) -> tuple[float, float] | None:
+    """One step axis for all charts of a page, so that they can be read one above the other."""
+    if not len(facts.steps):
+        return None
+    at = [*facts.steps.step[:1], *facts.steps.step[-1:], *[event.step for event in facts.evals]]
+    return float(min(at)), float(max(at))
+
+
+def restarts(facts: RunFacts) -> list[Mark]:
+    later = [attempt for attempt in facts.attempts[1:] if attempt.first_step is not None]
+    return [Mark("restart", float(a.first_step or 0), f"restart {n}") for n, a in enumerate(later, start=1)]
+
+
+def skips(facts: RunFacts, steps: Sequence[float], values: Sequence[float]) -> list[Mark]:
+    """Crosses at the value the skipped step had, or on the floor where that is not a number."""
+    at = dict(zip(steps, values, strict=True)) if facts.skipped else {}
+    return [
+        Mark("skip", event.step, f"step {event.step} skipped: {event.reason}", at.get(event.step, math.nan))
+        for event in facts.skipped
+    ]
+
+
+def loss_chart(facts: RunFacts) -> Html:
+    steps = facts.steps
+    span = max(5, min(len(steps) // 40, 200))
+    series = [
+        Series("each step", steps.step, steps.loss, "raw"),
+        Series(f"smoothed over {span} steps", steps.step, smooth(steps.loss, span), "s0", end_label="training"),
+    ]
+    if facts.evals:
+        label = f"held-out {facts.evals[-1].loss:.3f}"
+        at, losses = [event.step for event in facts.evals], [event.loss for event in facts.evals]
+        series.append(Series("held-out", at, losses, "eval", dots=True, end_label=label))
+    finite = [baseline for baseline in facts.baselines if math.isfinite(baseline.loss)]
+    references = [
+        Reference(baseline.name, baseline.loss, f"{baseline.name} {baseline.loss:.3f}", "ref b" if odd % 2 else "ref")
+        for odd, baseline in enumerate(finite)
+    ]
+    chart = LineChart(
+        title="Loss",
+        y_label="nats per token",
+        unit="nats/token",
+        series=series,
+        references=references,
+        marks=[*restarts(facts), *skips(facts, steps.step, steps.loss)],
+        may_be_log=True,
+        x_range=x_range(facts),
+        note=_loss_note(facts),
+    )
+    return line_chart(chart)
+
+
+def _loss_note(facts: RunFacts) -> str:
+    said = []
+    if facts.num_rolled_back:
+        said.append(
+            f"{facts.num_rolled_back:,} steps were rolled back by restarts and {facts.num_redone:,} done again;"
+            " the curve shows the last attempt of each."
+        )
+    if facts.baselines:
+        said.append("Baselines are n-gram models fitted on the same training split, on the same held-out tokens.")
+    return " ".join(said)
+
+
+def rate_chart(facts: RunFacts) -> Html:
+    series = [Series("learning rate", facts.steps.step, facts.steps.learning_rate)]
+    return line_chart(LineChart("Learning rate", "per step", "", series, zero=True, x_range=x_range(facts)))
+
+
+def norm_chart(facts: RunFacts) -> Html:
+    steps = facts.steps
+    chart = LineChart(
+        title="Gradient norm",
+        y_label="global L2 norm before clipping",
+        unit="",
+        series=[Series("gradient norm", steps.step, steps.grad_norm)],
+        marks=[*restarts(facts), *skips(facts, steps.step, steps.grad_norm)],
+        zero=True,
+        may_be_log=True,
+        x_range=x_range(facts),
+    )
+    return line_chart(chart)
+
+
+def throughput_chart(facts: RunFacts) -> Html:
+    steps = facts.steps
+    chart = LineChart(
+        title="Throughput",
+        y_label="tokens per second",
+        unit="tokens/s",
+        series=[
+            Series("each step", steps.step, steps.tokens_per_s, "raw"),
+            Series("smoothed over 20 steps", steps.step, smooth(steps.tokens_per_s, 20)),
+        ],
+        marks=restarts(facts),
+        zero=True,
+        x_range=x_range(facts),
+    )
+    return line_chart(chart)
+
+
+def resident_chart(facts: RunFacts) -> Html:
+    mib = [value / MIB for value in facts.steps.rss_bytes]
+    series = [Series(f"rank {facts.lead_rank}", facts.steps.step, mib)]
+    chart = LineChart(
+        title=f"Resident memory of rank {facts.lead_rank}",
+        y_label="MiB",
+        unit="MiB",
+        series=series,
+        marks=restarts(facts),
+        zero=True,
+        x_range=x_range(facts),
+    )
+    return line_chart(chart)

@@ -1,0 +1,125 @@
+"""What a report knows about a run: one value, reduced from its files, without any HTML."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from phalanx.observe import events
+from phalanx.observe.events import Envelope
+
+# What the page charges seconds to: the phases of `phalanx.core.phases`, the rare ones taken together.
+GROUPS = (
+    "data",
+    "forward",
+    "backward",
+    "collective",
+    "optimizer",
+    "checkpoint",
+    "evaluate",
+    "startup",
+    "other",
+    "unaccounted",
+)
+
+_GROUP_OF = {
+    "ckpt_stage": "checkpoint",
+    "ckpt_write": "checkpoint",
+    "before_commit": "checkpoint",
+    "after_commit": "checkpoint",
+    "ckpt_load": "startup",
+}
+
+
+def group_of(phase: str) -> str:
+    """The group of `GROUPS` a phase is shown in; phases of a later release are "other"."""
+    if phase == "unaccounted":
+        return "other"
+    name = _GROUP_OF.get(phase, phase)
+    return name if name in GROUPS else "other"
+
+
+@dataclass
+class Steps:
+    """The steps that made the model, as columns of equal length, ascending by step."""
+
+    step: list[int] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)
+    learning_rate: list[float] = field(default_factory=list)
+    grad_norm: list[float] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
+    tokens_per_s: list[float] = field(default_factory=list)
+    rss_bytes: list[float] = field(default_factory=list)
+    groups_s: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in GROUPS})
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """Where a step's seconds went on one rank; over every step it ran, redone ones too."""
+
+    rank: int
+    num_steps: int
+    mean_groups_s: dict[str, float]
+    mean_s: float
+    p50_s: float
+    p99_s: float
+    max_s: float
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One life of the ranks. `first_step` is None if it never finished one."""
+
+    number: int
+    first_step: int | None
+    started: events.RunStarted | None
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Every second of the run in one of a few parts, which sum to `wall_s`."""
+
+    wall_s: float
+    parts_s: dict[str, float]
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """A run as its files tell it. Numbers that were never measured are NaN, texts empty, lists short."""
+
+    run_dir: Path
+    name: str
+    status: str
+    is_finished: bool
+    total_steps: int | None
+    layout: dict[str, int]
+    world_size: int | None
+    device: str
+    lead_rank: int
+    steps: Steps
+    last_step: int
+    num_redone: int
+    num_rolled_back: int
+    num_restarts: int
+    skipped: list[events.StepSkipped]
+    attempts: list[Attempt]
+    ranks: list[RankTime]
+    evals: list[events.EvalFinished]
+    baselines: list[events.BaselineMeasured]
+    memory: dict[int, events.MemoryMeasured]
+    samples: list[events.TextGenerated]
+    story: list[Envelope]
+    ledger: Ledger
+    wall_s: float
+    tokens_per_s: float
+    started_unix_s: float
+    last_unix_s: float
+    num_events: int
+    num_unreadable: int
+    plan: dict[str, Any]
+    job: dict[str, Any]
+    problems: list[str]

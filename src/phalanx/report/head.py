@@ -1,0 +1,71 @@
+"""The top of the page: what the run is, how it ended, and the ten numbers one asks for first."""
+
+from __future__ import annotations
+
+import math
+
+from phalanx.report import words
+from phalanx.report.facts import RunFacts
+from phalanx.report.markup import Html, tag
+
+_STATUS_CLASS = {"finished": "finished", "failed": "bad", "interrupted": "bad", "preempted": "open"}
+_UNITS = ("nats/token", "tokens/s")  # set smaller than the number before them
+
+
+def header(facts: RunFacts) -> Html:
+    status_class = _STATUS_CLASS.get(facts.status, "open")
+    return tag(
+        "header",
+        tag("div", tag("h1", facts.name), tag("span", facts.status, class_=f"status {status_class}"), class_="name"),
+        tag("p", _when(facts), class_="when"),
+        tag("dl", [_key(*key) for key in _keys(facts)], class_="keys"),
+    )
+
+
+def _key(name: str, value: str, detail: str = "") -> Html:
+    unit = next((unit for unit in _UNITS if value.endswith(unit)), "")
+    said = [value.removesuffix(unit), tag("span", unit, class_="unit") if unit else None]
+    return tag("div", tag("dt", name), tag("dd", said, tag("small", detail) if detail else None))
+
+
+def _when(facts: RunFacts) -> str:
+    if not facts.num_events:
+        return "This run has written no events yet."
+    when = f"Started {words.clock(facts.started_unix_s)}, last event {words.clock(facts.last_unix_s)}."
+    if facts.is_finished:
+        return when
+    return f"{when} No end was recorded: it is still running, or it was cut off."
+
+
+def _keys(facts: RunFacts) -> list[tuple[str, str, str]]:
+    steps = facts.steps
+    done = f"{facts.last_step:,}" + (f" / {facts.total_steps:,}" if facts.total_steps is not None else "")
+    redone = f"{words.plural(facts.num_redone, 'step')} done again" if facts.num_redone else ""
+    held_out, against = _held_out(facts)
+    rate = f"{words.count(facts.tokens_per_s)} tokens/s" if math.isfinite(facts.tokens_per_s) else words.NOT_MEASURED
+    tokens = f"{facts.world_size} x {facts.device}" if facts.world_size else facts.device
+    loss = steps.loss[-1] if len(steps) else math.nan
+    return [
+        ("Steps done", done if facts.num_events else "none", redone),
+        ("Final training loss", words.nats(loss), f"of step {steps.step[-1]:,}" if len(steps) else ""),
+        ("Held-out loss", held_out, against),
+        ("Throughput", rate, "median over steps" if len(steps) else ""),
+        ("Wall time", words.seconds(facts.wall_s), ""),
+        ("Restarts", str(facts.num_restarts), f"{facts.num_rolled_back:,} steps rolled back" if redone else ""),
+        ("Skipped steps", str(len(facts.skipped)), ""),
+        ("Layout", words.layout(dict(facts.layout)), tokens),
+    ]
+
+
+def _held_out(facts: RunFacts) -> tuple[str, str]:
+    """The last evaluation, and how far it stands from each n-gram model on the same tokens."""
+    if not facts.evals:
+        return words.NOT_MEASURED, ""
+    loss = facts.evals[-1].loss
+    said = []
+    for baseline in facts.baselines:
+        gap = loss - baseline.loss
+        if math.isfinite(gap):
+            side = "below" if gap < 0 else "above"
+            said.append(f"{abs(gap):.3f} nats {side} {baseline.name} ({baseline.loss:.3f})")
+    return words.nats(loss), "; ".join(said)

@@ -1,0 +1,103 @@
+"""Memory: what the plan predicted beside what each rank measured, always with the error."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from phalanx.observe.events import MemoryMeasured
+from phalanx.report import words
+from phalanx.report.charts import legend, stacked_bar
+from phalanx.report.facts import RunFacts
+from phalanx.report.markup import Html, table, tag
+
+MAX_RANKS = 32
+TOTAL = "peak"
+
+_ORDER = ("parameters", "gradients", "optimizer", "activations", "loss", "communication")
+_CLASSES = ("g1", "g0", "g4", "g2", "g5", "g3", "g7", "g6", "g8", "g9")
+
+
+def categories(*dicts: Mapping[str, object]) -> list[str]:
+    """The plan's categories in their usual order, then any others; never the total."""
+    seen = dict.fromkeys(name for mapping in dicts for name in mapping if name != TOTAL)
+    return [name for name in _ORDER if name in seen] + [name for name in seen if name not in _ORDER]
+
+
+def classes(names: Iterable[str]) -> dict[str, str]:
+    """A colour for each category, the same one wherever it appears on the page."""
+    known = {name: _CLASSES[index] for index, name in enumerate(_ORDER)}
+    extra = [name for name in names if name not in known]
+    return known | {name: _CLASSES[min(len(_ORDER) + i, len(_CLASSES) - 1)] for i, name in enumerate(extra)}
+
+
+def memory_section(facts: RunFacts) -> Html:
+    if not facts.memory:
+        body = tag("p", "Not measured: no rank has reported its memory yet.", class_="note")
+        return tag("section", tag("h2", "Memory, predicted and measured"), body, id="memory")
+    ranks = sorted(facts.memory)[:MAX_RANKS]
+    events = [facts.memory[rank] for rank in ranks]
+    names = categories(*[event.predicted_bytes for event in events], *[event.measured_bytes for event in events])
+    colour = classes(names)
+    whole = max(max(total(event.predicted_bytes), total(event.measured_bytes), 1.0) for event in events)
+    rows = [_rank_row(rank, facts.memory[rank], whole, colour) for rank in ranks]
+    left_out = len(facts.memory) - len(ranks)
+    note = "Bytes on top of the runtime (interpreter and torch). Error: measured against predicted, in % of predicted."
+    if left_out:
+        note += f" The first {MAX_RANKS} ranks are shown; {left_out} are left out."
+    return tag(
+        "section",
+        tag("h2", "Memory, predicted and measured"),
+        legend(names, colour),
+        table(["rank", "by category", "predicted", "measured", "error", "runtime"], rows),
+        tag("p", note, class_="note"),
+        tag("div", tag("h3", "By category"), _details(ranks, facts, names), class_="block"),
+        id="memory",
+    )
+
+
+def total(parts: Mapping[str, float]) -> float:
+    """The peak if it was given, else the sum of the categories."""
+    if TOTAL in parts:
+        return float(parts[TOTAL])
+    return float(sum(value for value in parts.values() if math.isfinite(value)))
+
+
+def bar(parts: Mapping[str, float], whole: float, colour: Mapping[str, str]) -> Html:
+    shown = {name: float(parts[name]) for name in categories(parts)}
+    return stacked_bar(shown, colour, whole, {name: words.num_bytes(value) for name, value in shown.items()})
+
+
+def _rank_row(rank: int, event: MemoryMeasured, whole: float, colour: Mapping[str, str]) -> list[Html | str]:
+    predicted, measured = total(event.predicted_bytes), total(event.measured_bytes)
+    bars = tag(
+        "div",
+        tag("span", "predicted"),
+        bar(event.predicted_bytes, whole, colour),
+        tag("span", "measured"),
+        bar(event.measured_bytes, whole, colour),
+        class_="barlabel",
+    )
+    error = words.percent(measured - predicted, predicted, signed=True)
+    return [
+        str(rank), bars, words.num_bytes(predicted), words.num_bytes(measured), error,
+        words.num_bytes(event.runtime_bytes),
+    ]  # fmt: skip
+
+
+def _details(ranks: list[int], facts: RunFacts, names: list[str]) -> Html:
+    """A row per rank, a column per category: what was measured, and below it the prediction and its error."""
+    with_total = [*names, TOTAL]
+    rows = [[str(rank), *[_cell(facts.memory[rank], name) for name in with_total]] for rank in ranks]
+    return table(["rank", *with_total], rows, css_class="num", caption="Measured; below it predicted, and the error.")
+
+
+def _cell(event: MemoryMeasured, name: str) -> list[Html | str]:
+    predicted, measured = (
+        words.as_number(event.predicted_bytes.get(name)),
+        words.as_number(event.measured_bytes.get(name)),
+    )
+    if not (math.isfinite(predicted) or math.isfinite(measured)):
+        return ["–"]
+    error = words.percent(measured - predicted, predicted, signed=True)
+    return [words.num_bytes(measured), tag("small", words.num_bytes(predicted), " ", tag("b", error))]

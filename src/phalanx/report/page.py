@@ -1,0 +1,83 @@
+"""`write_report`: the run as one file that opens anywhere, asks nothing of the network and trusts nothing it shows."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+from phalanx.core.files import resource_error, write_bytes_atomic
+from phalanx.report.curves import curves
+from phalanx.report.facts import RunFacts
+from phalanx.report.head import header
+from phalanx.report.markup import Html, join, tag
+from phalanx.report.memory import memory_section
+from phalanx.report.planned import plan_section
+from phalanx.report.reduce import reduce_run
+from phalanx.report.story import files_section, job_section, story_section, text_section
+from phalanx.report.timing import time_section
+
+CONTENT_SECURITY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+
+_NAVIGATION = (
+    ("training", "Training"),
+    ("time", "Time"),
+    ("memory", "Memory"),
+    ("plan", "Plan"),
+    ("events", "Checkpoints, faults, restarts"),
+    ("text", "Text"),
+    ("job", "Job"),
+    ("files", "Files"),
+)
+
+
+def write_report(run_dir: Path) -> Path:
+    """Make `RUN/report.html` from whatever the run has written so far, and return its path.
+
+    Raises ResourceError if the page cannot be written; an old page then stays as it was.
+    """
+    path = run_dir / "report.html"
+    page = render(reduce_run(run_dir))
+    try:
+        write_bytes_atomic(path, page.encode())
+    except OSError as error:
+        raise resource_error(error, "writing the report", path) from None
+    return path
+
+
+def render(facts: RunFacts) -> str:
+    """The page, as text."""
+    style, script = (
+        Html(files("phalanx.report").joinpath(name).read_text("utf-8")) for name in ("page.css", "page.js")
+    )
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        Html(f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_SECURITY}">'),
+        tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),
+        tag("title", f"{facts.name}, {facts.status} · phalanx"),
+        tag("link", rel="icon", href="data:,"),
+        tag("style", style),
+    )
+    body = tag(
+        "body",
+        tag("a", "Skip to the numbers", href="#main", class_="skip-link"),
+        tag("div", header(facts), _navigation(), _main(facts), _footer(), class_="page"),
+        tag("script", script),
+    )
+    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+
+
+def _main(facts: RunFacts) -> Html:
+    sections = (
+        curves, time_section, memory_section, plan_section, story_section, text_section, job_section, files_section,
+    )  # fmt: skip
+    return tag("main", join(section(facts) for section in sections), id="main")
+
+
+def _navigation() -> Html:
+    links = [tag("a", text, href=f"#{name}") for name, text in _NAVIGATION]
+    return tag("nav", links, aria_label="Sections")
+
+
+def _footer() -> Html:
+    return tag("footer", "Written by phalanx. This file is complete in itself and loads nothing.")

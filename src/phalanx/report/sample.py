@@ -1,0 +1,56 @@
+"""Fewer points that still tell the truth: extremes per bucket for lines, means for areas, a smoothed curve."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+Points = tuple[list[float], list[float]]
+
+
+def buckets(count: int, wanted: int) -> list[tuple[int, int]]:
+    """Cut `count` rows into at most `wanted` runs of nearly equal length, as (begin, end)."""
+    wanted = min(count, wanted)
+    edges = [count * index // wanted for index in range(wanted + 1)] if wanted else [0]
+    return list(pairwise(edges))
+
+
+def extremes(xs: Sequence[float], ys: Sequence[float], max_points: int) -> Points:
+    """The lowest and highest point of each bucket, in order: a spike of one step survives. Gaps stay NaN."""
+    if len(xs) <= max_points:
+        return list(xs), [value if math.isfinite(value) else math.nan for value in ys]
+    kept: list[int] = []
+    for begin, end in buckets(len(xs), max_points // 2):
+        finite = [row for row in range(begin, end) if math.isfinite(ys[row])]
+        if not finite:
+            kept.append(begin)
+            continue
+        low, high = min(finite, key=ys.__getitem__), max(finite, key=ys.__getitem__)
+        kept += sorted({low, high})
+    return [xs[row] for row in kept], [ys[row] if math.isfinite(ys[row]) else math.nan for row in kept]
+
+
+def means(xs: Sequence[float], ys: Sequence[float], max_points: int) -> Points:
+    """The mean of the finite values of each bucket, at its last x."""
+    at, averages = [], []
+    for begin, end in buckets(len(xs), max_points):
+        finite = [value for value in ys[begin:end] if math.isfinite(value)]
+        at.append(xs[end - 1])
+        averages.append(sum(finite) / len(finite) if finite else math.nan)
+    return at, averages
+
+
+def smooth(ys: Sequence[float], span: int) -> list[float]:
+    """The mean of the finite values among the `span` neighbours of each point, as many before it as after."""
+    sums, counts = [0.0], [0]
+    for value in ys:
+        is_finite = math.isfinite(value)
+        sums.append(sums[-1] + (value if is_finite else 0.0))
+        counts.append(counts[-1] + is_finite)
+    averages = []
+    for row in range(len(ys)):
+        begin, end = max(row - span // 2, 0), min(row + span // 2 + 1, len(ys))
+        count = counts[end] - counts[begin]
+        averages.append((sums[end] - sums[begin]) / count if count else math.nan)
+    return averages

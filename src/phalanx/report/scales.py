@@ -1,0 +1,93 @@
+"""From values to places on a chart, with ticks a person would choose."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Maps [low, high] to [0, 1], by value or by logarithm."""
+
+    low: float
+    high: float
+    is_log: bool = False
+
+    def __call__(self, value: float) -> float:
+        if self.is_log:
+            if value <= 0:
+                return 0.0
+            return (math.log10(value) - math.log10(self.low)) / (math.log10(self.high) - math.log10(self.low))
+        return (value - self.low) / (self.high - self.low)
+
+    def ticks(self, wanted: int = 5) -> list[float]:
+        return _log_ticks(self.low, self.high) if self.is_log else linear_ticks(self.low, self.high, wanted)
+
+
+def scale_for(values: Sequence[float], *, zero: bool = False, may_be_log: bool = False, snug: bool = False) -> Scale:
+    """A scale that shows all finite values. Logarithmic if allowed and they span more than two decades.
+
+    `zero` begins at nought; `snug` ends exactly at the values (for steps) instead of at the next tick.
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return Scale(0.0, 1.0)
+    low, high = min(finite), max(finite)
+    if may_be_log:
+        positive = [value for value in finite if value > 0]
+        if positive and max(positive) / min(positive) > 100:
+            return Scale(min(positive) / 1.15, max(positive) * 1.15, is_log=True)
+    low = min(low, 0.0) if zero else low
+    if not high - low > 1e-12 * max(abs(high), abs(low)):
+        pad = abs(high) * 0.1 or 1.0
+        low, high = (low if zero and low == 0 else low - pad), high + pad
+    if snug:
+        return Scale(low, high)
+    ticks = linear_ticks(low, high, 5)
+    step = ticks[1] - ticks[0] if len(ticks) > 1 else (high - low) / 4
+    top = math.ceil(high / step - 1e-9) * step
+    bottom = low if zero and low == 0 else math.floor(low / step + 1e-9) * step
+    # Rounding out to ticks must not squeeze the curve into half the chart.
+    top = top if top - high < 0.5 * step else high + 0.05 * (high - low)
+    bottom = bottom if low - bottom < 0.5 * step else low - 0.05 * (high - low)
+    return Scale(bottom, top)
+
+
+def linear_ticks(low: float, high: float, wanted: int) -> list[float]:
+    """Multiples of 1, 2, 2.5 or 5 times a power of ten inside [low, high], about `wanted` of them."""
+    span = high - low
+    if not span > 0 or not math.isfinite(span):
+        return [low]
+    power = 10.0 ** math.floor(math.log10(span / wanted))
+    step = next(m * power for m in (1, 2, 2.5, 5, 10, 20) if m * power * wanted >= span * 0.999)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [index * step for index in range(first, last + 1)]
+
+
+def whole_ticks(low: float, high: float, wanted: int) -> list[float]:
+    """Ticks for steps: whole numbers only."""
+    return [tick for tick in linear_ticks(low, high, wanted) if tick == round(tick)]
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    every = max(1, math.ceil(len(decades) / 7))
+    factors = (1, 3) if len(decades) <= 5 else (1,)
+    ticks = [factor * 10.0**power for power in decades[::every] for factor in factors]
+    return [tick for tick in ticks if low <= tick <= high]
+
+
+def tick_text(value: float) -> str:
+    """12000 -> '12k'; 0.003 -> '0.003'; 1e-5 -> '1e-5'."""
+    if value == 0:
+        return "0"
+    size = abs(value)
+    if size < 1e-3:
+        mantissa, _, power = f"{value:.3g}".partition("e")
+        return f"{mantissa}e{int(power)}" if power else mantissa
+    for limit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if size >= limit:
+            return f"{value / (1e3 if suffix == 'k' else limit):.6g}{suffix}"
+    return f"{value:.6g}"

@@ -1,0 +1,142 @@
+"""What happened, in order; the text the model wrote; the job; where the files are; what the page left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from phalanx.observe import events
+from phalanx.observe.console import describe
+from phalanx.observe.events import Envelope
+from phalanx.report import words
+from phalanx.report.facts import RunFacts
+from phalanx.report.markup import Html, table, tag
+
+MAX_ROWS = 300
+MAX_SAMPLES = 3
+MAX_TEXT = 20_000
+MAX_JOB_ROWS = 400
+
+_BAD = (events.RankFailed, events.CheckpointFailed, events.StepSkipped, events.SinkDropped)
+_ELSEWHERE = (events.TextGenerated, events.BaselineMeasured)
+
+
+def story_section(facts: RunFacts) -> Html:
+    told = [envelope for envelope in facts.story if not isinstance(envelope.event, _ELSEWHERE)]
+    shown, num_left_out = _few(told)
+    if not shown:
+        body: list[Html | None] = [tag("p", "Nothing has been recorded yet.", class_="note")]
+    else:
+        rows = [_row(envelope, facts) for envelope in shown]
+        note = f"{words.plural(num_left_out, 'event')} in between left out; all are in RUN/events."
+        body = [
+            table(["time", "who", "what"], rows, css_class="top"),
+            tag("p", note, class_="note") if num_left_out else None,
+        ]
+    return tag("section", tag("h2", "Checkpoints, faults and restarts"), body, id="events")
+
+
+def _few(told: list[Envelope]) -> tuple[list[Envelope], int]:
+    """At most `MAX_ROWS`: checkpoints and skips are thinned first, then the middle goes."""
+    if len(told) <= MAX_ROWS:
+        return told, 0
+    routine = (events.CheckpointSaved, events.StepSkipped, events.EvalFinished)
+    rare = [envelope for envelope in told if not isinstance(envelope.event, routine)]
+    common = [envelope for envelope in told if isinstance(envelope.event, routine)]
+    rare = rare if len(rare) <= MAX_ROWS // 2 else rare[: MAX_ROWS // 4] + rare[-MAX_ROWS // 4 :]
+    room = (MAX_ROWS - len(rare)) // 2
+    kept = rare + (common if len(common) <= 2 * room else common[:room] + common[-room:])
+    return sorted(kept, key=lambda envelope: envelope.time_unix_s), len(told) - len(kept)
+
+
+def _row(envelope: Envelope, facts: RunFacts) -> list[Html | str]:
+    who = "supervisor" if envelope.rank < 0 else f"rank {envelope.rank}"
+    after = words.seconds(max(envelope.time_unix_s - facts.started_unix_s, 0.0))
+    what = describe(envelope) or _plain(envelope)
+    line = tag("span", what, class_="over") if isinstance(envelope.event, _BAD) else tag("span", what)
+    when = tag("span", f"+{after}", title=words.clock(envelope.time_unix_s), class_="nowrap")
+    detail = _detail(envelope)
+    return [when, f"{who}, attempt {envelope.attempt}", tag("div", line, detail)]
+
+
+def _plain(envelope: Envelope) -> str:
+    """Events the console has no words for."""
+    event = envelope.event
+    if isinstance(event, events.RanksStarted):
+        return f"started {words.plural(len(event.pids), 'process').replace('processs', 'processes')}" + (
+            f" in {words.seconds(event.start_s)}"
+        )
+    return event.kind().replace("_", " ")
+
+
+def _detail(envelope: Envelope) -> Html | None:
+    """The whole traceback of a failure, folded away."""
+    event = envelope.event
+    if isinstance(event, events.RankFailed) and "\n" in event.detail.strip():
+        return tag("details", tag("summary", "Traceback"), tag("pre", event.detail[-MAX_TEXT:]))
+    return None
+
+
+def text_section(facts: RunFacts) -> Html:
+    if not facts.samples:
+        body = [tag("p", "No text was generated.", class_="note")]
+    else:
+        body = []
+        for sample in facts.samples[-MAX_SAMPLES:]:
+            body.append(tag("h3", f"After step {sample.step:,}"))
+            prompt = tag("b", sample.prompt[:MAX_TEXT])
+            body.append(tag("pre", prompt, sample.text[:MAX_TEXT], tabindex=0))
+        body.append(tag("p", "The prompt is in bold; the rest is the model's.", class_="note"))
+    return tag("section", tag("h2", "A sample of what it writes"), body, id="text")
+
+
+def job_section(facts: RunFacts) -> Html:
+    rows = list(_flat("", facts.job))
+    if not rows:
+        body = tag("p", "Not recorded: job.json is missing or cannot be read.", class_="note")
+    else:
+        shown = [[tag("code", key), tag("code", value)] for key, value in rows[:MAX_JOB_ROWS]]
+        body = tag("details", tag("summary", f"{len(rows)} keys"), table(["key", "value"], shown))
+    return tag("section", tag("h2", "The job"), body, id="job")
+
+
+def _flat(prefix: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
+    """Dotted keys and their values as JSON writes them."""
+    if isinstance(value, dict) and depth < 8 and (value or not prefix):
+        for key, item in value.items():
+            yield from _flat(f"{prefix}.{key}" if prefix else str(key), item, depth + 1)
+    else:
+        text = "not set (the plan chooses)" if value is None else value if isinstance(value, str) else repr(value)
+        yield prefix, text[:2000]
+
+
+_FILES = (
+    ("job.json", "the resolved job"),
+    ("plan.json", "the plan"),
+    ("events", "every event, one JSON object per line and file per rank and attempt"),
+    ("checkpoints", "layout-free checkpoints"),
+    ("tensorboard", "scalars for TensorBoard"),
+    ("report.html", "this page"),
+)
+
+
+def files_section(facts: RunFacts) -> Html:
+    rows = [
+        [tag("code", name), what, "there" if name == "report.html" or (facts.run_dir / name).exists() else "absent"]
+        for name, what in _FILES
+    ]
+    problems = [*facts.problems]
+    if facts.num_unreadable:
+        problems.append(
+            f"{words.plural(facts.num_unreadable, 'line')} of the event files could not be read (torn, or written by"
+            " another release) and are not counted"
+        )
+    return tag(
+        "section",
+        tag("h2", "Files"),
+        tag("p", "Run directory: ", tag("code", str(facts.run_dir.resolve()))),
+        table(["in the run directory", "holds", ""], rows),
+        [tag("p", problem, ".", class_="note warning") for problem in problems],
+        tag("p", f"Made from {words.plural(facts.num_events, 'event')}.", class_="note"),
+        id="files",
+    )

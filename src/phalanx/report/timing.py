@@ -1,0 +1,130 @@
+"""Where the time went: the whole run, a step of each rank, and the steps of rank 0 one after another."""
+
+from __future__ import annotations
+
+from phalanx.report import words
+from phalanx.report.charts import StackChart, legend, stack_chart, stacked_bar
+from phalanx.report.curves import x_range
+from phalanx.report.facts import GROUPS, RankTime, RunFacts
+from phalanx.report.markup import Html, table, tag
+
+MAX_RANKS = 32
+
+GROUP_CLASS = {name: f"g{index}" for index, name in enumerate(GROUPS)}
+_LEDGER_CLASS = {
+    "training steps": "g1",
+    "waiting for data": "g0",
+    "checkpoints": "g5",
+    "evaluation in steps": "g6",
+    "steps done again": "g3",
+    "starting": "g7",
+    "everything else": "g9",
+}
+
+
+def time_section(facts: RunFacts) -> Html:
+    if not facts.ranks:
+        body: list[Html] = [tag("p", "No step has finished: not measured.", class_="note")]
+    else:
+        body = [_ledger(facts), _ranks(facts), _over_time(facts)]
+    return tag("section", tag("h2", "Where the time went"), body, id="time")
+
+
+def _ledger(facts: RunFacts) -> Html:
+    ledger = facts.ledger
+    texts = {n: f"{words.seconds(s)} ({words.percent(s, ledger.wall_s)})" for n, s in ledger.parts_s.items()}
+    shown = [name for name, value in ledger.parts_s.items() if value > 0]
+    rows = [
+        [name, words.seconds(ledger.parts_s[name]), words.percent(ledger.parts_s[name], ledger.wall_s)]
+        for name in ledger.parts_s
+    ]
+    rows.append(["sum", words.seconds(ledger.wall_s), "100.0 %"])
+    return tag(
+        "div",
+        tag("h3", f"The whole run: {words.seconds(ledger.wall_s)} of rank {facts.lead_rank}"),
+        stacked_bar(ledger.parts_s, _LEDGER_CLASS, ledger.wall_s, texts),
+        legend(shown, _LEDGER_CLASS),
+        tag(
+            "p",
+            "“Everything else” is what lies between the steps: the final evaluation, waiting for a restart, stopping.",
+            class_="note",
+        ),
+        tag("details", tag("summary", "Data table"), table(["part", "seconds", "share"], rows, css_class="num")),
+        class_="block",
+    )
+
+
+def _ranks(facts: RunFacts) -> Html:
+    ranks = _chosen(facts.ranks)
+    whole = max(rank.mean_s for rank in ranks)
+    used = [name for name in GROUPS if any(rank.mean_groups_s[name] > 0 for rank in ranks)]
+    rows = [_rank_row(rank, whole) for rank in ranks]
+    head = ["rank", "mean step by phase", "mean", "p50", "p99", "longest", "unaccounted"]
+    left_out = len(facts.ranks) - len(ranks)
+    note = "Over every step a rank ran, steps done again included. p99: 99 % of the steps took no longer. "
+    note += "Unaccounted is the time of a step that no phase claims."
+    if left_out:
+        note += f" Shown are rank {ranks[0].rank} and the slowest of the others; {left_out} ranks are left out."
+    return tag(
+        "div",
+        tag("h3", "A step of each rank"),
+        tag("p", _verdict(facts.ranks[0]), class_="note"),
+        legend(used, GROUP_CLASS),
+        table(head, rows),
+        tag("p", note, class_="note"),
+        tag("details", tag("summary", "Data table"), _phase_table(ranks, used)),
+        class_="block",
+    )
+
+
+def _chosen(ranks: list[RankTime]) -> list[RankTime]:
+    if len(ranks) <= MAX_RANKS:
+        return ranks
+    slowest = sorted(ranks[1:], key=lambda rank: rank.mean_s, reverse=True)[: MAX_RANKS - 1]
+    return [ranks[0], *sorted(slowest, key=lambda rank: rank.rank)]
+
+
+def _rank_row(rank: RankTime, whole: float) -> list[Html | str]:
+    texts = {name: words.milliseconds(value) for name, value in rank.mean_groups_s.items()}
+    unaccounted = rank.mean_groups_s["unaccounted"]
+    spare = f"{words.milliseconds(unaccounted)} ({words.percent(unaccounted, rank.mean_s)})"
+    bar = stacked_bar(rank.mean_groups_s, GROUP_CLASS, whole, texts)
+    times = [rank.mean_s, rank.p50_s, rank.p99_s, rank.max_s]
+    return [str(rank.rank), tag("div", bar, class_="bars"), *[words.milliseconds(value) for value in times], spare]
+
+
+def _verdict(rank: RankTime) -> str:
+    shares = sorted(rank.mean_groups_s.items(), key=lambda item: item[1], reverse=True)
+    said = [f"{name} {words.percent(value, rank.mean_s)}" for name, value in shares[:3] if value > 0]
+    if not said:
+        return "No phases were measured."
+    return f"Most of a step of rank {rank.rank} is {', '.join(said)}."
+
+
+def _phase_table(ranks: list[RankTime], used: list[str]) -> Html:
+    rows = [
+        [
+            str(r.rank),
+            f"{r.num_steps:,}",
+            *[f"{1e3 * r.mean_groups_s[name]:.3f}" for name in used],
+            f"{1e3 * r.mean_s:.3f}",
+        ]
+        for r in ranks
+    ]
+    head = ["rank", "steps", *[f"{name} (ms)" for name in used], "whole step (ms)"]
+    return table(head, rows, css_class="num", caption="Mean milliseconds per step.")
+
+
+def _over_time(facts: RunFacts) -> Html:
+    parts = {name: [1e3 * value for value in column] for name, column in facts.steps.groups_s.items()}
+    chart = StackChart(
+        title=f"Step time of rank {facts.lead_rank}",
+        y_label="milliseconds per step",
+        unit="ms",
+        xs=facts.steps.step,
+        parts=parts,
+        classes=GROUP_CLASS,
+        x_range=x_range(facts),
+        note="Each column is the mean of its steps.",
+    )
+    return stack_chart(chart)

@@ -1,0 +1,81 @@
+"""Numbers of a run as words, each with its unit; what was never measured says so."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime
+from typing import Any
+
+from phalanx.core.units import format_bytes, format_count, format_seconds
+
+NOT_MEASURED = "not measured"
+
+
+def as_number(value: Any) -> float:
+    """The value if it is a number of ordinary size, else NaN: JSON from a run directory may hold anything."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300:
+        return float(value)
+    return math.nan
+
+
+def as_dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def as_text(value: Any, missing: str = NOT_MEASURED) -> str:
+    if value is None or value == "":
+        return missing
+    return value if isinstance(value, str) else str(value)
+
+
+def seconds(value: float) -> str:
+    return format_seconds(value) if math.isfinite(value) else NOT_MEASURED
+
+
+def milliseconds(value: float) -> str:
+    """Step times side by side keep one unit, so that they can be compared at a glance."""
+    if not math.isfinite(value):
+        return NOT_MEASURED
+    ms = value * 1e3
+    return f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.1f} ms" if ms >= 1 else f"{ms:.3f} ms"
+
+
+def num_bytes(value: float) -> str:
+    return format_bytes(value) if math.isfinite(value) else NOT_MEASURED
+
+
+def count(value: float) -> str:
+    return format_count(value) if math.isfinite(value) else NOT_MEASURED
+
+
+def nats(value: float) -> str:
+    return f"{value:.4f} nats/token" if math.isfinite(value) else NOT_MEASURED
+
+
+def percent(part: float, whole: float, *, signed: bool = False) -> str:
+    if not (math.isfinite(part) and math.isfinite(whole) and whole):
+        return "–"
+    return f"{100 * part / whole:+.1f} %" if signed else f"{100 * part / whole:.1f} %"
+
+
+def clock(unix_s: float) -> str:
+    """2026-01-31 14:02:11 UTC."""
+    if not math.isfinite(unix_s):
+        return "at an unknown time"
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def layout(degrees: dict[str, Any]) -> str:
+    """Only the axes that split something: 'dp_replicate=2 x tp=2'."""
+    if not degrees:
+        return "not recorded"
+    wide = [f"{axis}={degree}" for axis, degree in degrees.items() if degree != 1]
+    return " x ".join(wide) or "one rank"
+
+
+def plural(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -1,0 +1,53 @@
+"""Faults strike at a (rank, step, phase), never at a time, so that a drill can be repeated exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.core.phases import Listener
+from phalanx.core.registry import resolve
+
+FAULTS = "phalanx.resilience.faults"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`name` in the faults folder (or package.module:function), and where it strikes; None strikes anywhere."""
+
+    name: str
+    rank: int
+    step: int | None
+    phase: str | None
+    inject: Callable[[], None]
+
+    def here(self, rank: int, step: int, phase: str) -> bool:
+        return rank == self.rank and self.step in (None, step) and self.phase in (None, phase)
+
+
+def parse_fault(text: str) -> Fault:
+    """ "kill:rank=1,step=7,phase=backward" -> Fault. The grammar is checked when the job is loaded."""
+    head, _, tail = text.rpartition(":") if "=" in text.rpartition(":")[2] else (text, "", "")
+    places = dict(part.split("=", 1) for part in tail.split(",") if part)
+    step = int(places["step"]) if "step" in places else None
+    return Fault(head, int(places.get("rank", 0)), step, places.get("phase"), resolve(head, FAULTS, "inject"))
+
+
+def fault_listener(texts: Sequence[str], *, rank: int, run_dir: Path) -> Listener:
+    """A phase listener that injects each fault once per run: restarts must not meet it again."""
+    faults = [(index, parse_fault(text)) for index, text in enumerate(texts)]
+
+    def listen(step: int, phase: str) -> None:
+        for index, fault in list(faults):
+            if fault.here(rank, step, phase):
+                faults.remove((index, fault))
+                mark = run_dir / "faults" / f"{index}-{fault.name.replace(':', '.')}.injected"
+                mark.parent.mkdir(exist_ok=True)
+                try:
+                    mark.touch(exist_ok=False)
+                except FileExistsError:
+                    continue
+                fault.inject()
+
+    return listen

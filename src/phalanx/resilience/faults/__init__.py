@@ -1,0 +1,1 @@
+"""One file per fault; each offers `inject()`. The folder is the registry."""

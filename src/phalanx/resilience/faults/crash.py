@@ -1,0 +1,11 @@
+"""User code raises: the exception every training script meets one day."""
+
+from __future__ import annotations
+
+
+class InjectedCrash(RuntimeError):
+    """Raised by the fault `crash`."""
+
+
+def inject() -> None:
+    raise InjectedCrash("injected by resilience.inject")

@@ -1,0 +1,11 @@
+"""The process is gone between two instructions, as by the out-of-memory killer or a power cut of one node."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+
+def inject() -> None:
+    """SIGKILL to this process."""
+    os.kill(os.getpid(), signal.SIGKILL)

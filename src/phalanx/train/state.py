@@ -1,0 +1,71 @@
+"""TrainState: exactly what a checkpoint holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from phalanx.checkpoint import store
+from phalanx.core.errors import CheckpointError
+from phalanx.core.phases import Phases
+from phalanx.mesh.logical import LogicalShard
+from phalanx.optim.adamw import optimizer_shards
+from phalanx.parallel.model import ParallelModel
+
+
+@dataclass
+class TrainState:
+    """Steps done, tokens seen, and the tensors that training changes.
+
+    The schedule and all randomness are functions of (seed, step), and the data cursor is `samples_seen`: one number
+    each, at any layout.
+    """
+
+    model: ParallelModel
+    optimizer: torch.optim.Optimizer
+    seed: int
+    step: int = 0
+    tokens_seen: int = 0
+    samples_seen: int = 0
+
+    def shards(self) -> dict[str, LogicalShard]:
+        """Every tensor of the state by its full-model name."""
+        model = self.model.shards()
+        mesh = self.model.mesh
+        named = self.model.named_parameters()
+        return model | optimizer_shards(self.optimizer, named, model, rank=mesh.rank, world_size=mesh.world_size)
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "tokens_seen": self.tokens_seen,
+            "samples_seen": self.samples_seen,
+            "seed": self.seed,
+        }
+
+    def save(self, run_dir: Path, *, job_digest: str, phases: Phases) -> tuple[Path, int]:
+        """Write RUN/checkpoints/step-N; returns (directory, bytes). Collective; raises CheckpointError."""
+        return store.save(
+            run_dir,
+            self.step,
+            self.shards(),
+            aliases=self.model.aliases(),
+            facts=self.facts(),
+            job_digest=job_digest,
+            mesh=self.model.mesh,
+            phases=phases,
+        )
+
+    def restore(self, directory: Path, *, phases: Phases) -> None:
+        """Continue from a checkpoint. Collective; raises CheckpointError with the state untouched."""
+        manifest = store.load(directory, self.shards(), mesh=self.model.mesh, phases=phases)
+        facts = manifest.facts
+        if facts["seed"] != self.seed:
+            raise CheckpointError(
+                f"it was written with run.seed {facts['seed']}, not {self.seed}", where=str(directory)
+            )
+        self.step, self.tokens_seen = int(facts["step"]), int(facts["tokens_seen"])
+        self.samples_seen = int(facts["samples_seen"])

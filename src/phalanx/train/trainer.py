@@ -1,0 +1,186 @@
+"""The step loop: one step at a time, facts out, decisions by all ranks together."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+import torch
+
+from phalanx.core.errors import CheckpointError
+from phalanx.core.phases import Phases
+from phalanx.job.schema import Job
+from phalanx.mesh.mesh import Mesh
+from phalanx.observe.bus import Bus
+from phalanx.observe.events import CheckpointFailed, CheckpointSaved, StepFinished, StepSkipped, StopRequested
+from phalanx.optim.adamw import set_learning_rate
+from phalanx.optim.schedule import learning_rate
+from phalanx.parallel.model import Objective, StepFacts
+from phalanx.plan.planner import Plan
+from phalanx.train.state import TrainState
+
+RETRY_SAVE_STEPS = 10  # steps between attempts while saving fails (a full disk, say)
+
+
+class Microbatches(Protocol):
+    """Where a step's data comes from: a pure function of the step, so that resuming needs no state."""
+
+    def step_microbatches(self, step: int) -> Sequence[Mapping[str, torch.Tensor]]: ...
+
+
+class Guard(Protocol):
+    """Says why a step must not be applied, or None. Sees only facts that are equal on all ranks; may raise to stop."""
+
+    def reason_to_skip(self, step: int, facts: StepFacts) -> str | None: ...
+
+
+@dataclass
+class StopFlags:
+    """What this rank was asked by signals. Ranks agree on it in the reduction of each step."""
+
+    sigterm: bool = False
+    sigint: bool = False
+
+    def listen(self) -> None:
+        """From now on SIGTERM and SIGINT ask for a stop at a step boundary."""
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "sigterm", True))
+        signal.signal(signal.SIGINT, lambda *_: setattr(self, "sigint", True))
+
+
+class Trainer:
+    """Advances a TrainState to the job's last step.
+
+    `run_dir=None` never saves. Events go to `bus`; nothing here formats text or knows who reads.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        mesh: Mesh,
+        state: TrainState,
+        bus: Bus,
+        *,
+        data: Microbatches,
+        objective: Objective,
+        guards: Sequence[Guard] = (),
+        stop: StopFlags | None = None,
+        run_dir: Path | None = None,
+    ) -> None:
+        self.job, self.plan, self.mesh, self.state, self.bus = job, plan, mesh, state, bus
+        self.data, self.objective, self.guards = data, objective, tuple(guards)
+        self.stop = stop or StopFlags()
+        self.run_dir = run_dir
+        self.phases: Phases = state.model.phases
+        self._process = psutil.Process()
+        self._saved_step = state.step
+        self._last_save_s = time.monotonic()
+        self._retry_save_at: int | None = None
+
+    def run(self) -> str:
+        """Train until the last step or an agreed stop. Returns "finished", "sigterm" or "sigint"."""
+        self.phases.take()
+        while self.state.step < self.job.train.steps:
+            began = time.perf_counter()
+            facts, skipped = self.step()
+            self._emit(facts, skipped, began)
+            sigterm, sigint, save_due = (vote > 0 for vote in facts.votes)
+            if self._save_is_due(save_due):
+                self.save()
+            if sigterm or sigint:
+                reason = "sigterm" if sigterm else "sigint"
+                self.bus.emit(StopRequested(self.state.step, reason))
+                self.save()
+                return reason
+        if self.job.checkpoint.at_end:
+            self.save()
+        return "finished"
+
+    def step(self) -> tuple[StepFacts, str | None]:
+        """One optimizer update. Returns its facts, and why it was skipped if it was."""
+        step = self.state.step + 1
+        self.phases.step = step
+        with self.phases("data"):
+            microbatches = self.data.step_microbatches(step)
+        model, optimizer = self.state.model, self.state.optimizer
+        sums = model.forward_backward(microbatches, self.objective)
+        facts = model.finish_step(sums, max_norm=self.job.optim.clip_norm, votes=self._votes())
+        skipped = next((why for guard in self.guards if (why := guard.reason_to_skip(step, facts))), None)
+        with self.phases("optimizer"):
+            if skipped is None and facts.usable:
+                set_learning_rate(optimizer, learning_rate(self.job.optim, step, self.job.train.steps))
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.state.step = step
+        self.state.tokens_seen += facts.num_targets
+        self.state.samples_seen += self.job.train.global_batch_size
+        return facts, skipped
+
+    def _votes(self) -> tuple[float, float, float]:
+        minutes = self.job.checkpoint.every_minutes
+        due = minutes is not None and self.mesh.rank == 0 and time.monotonic() - self._last_save_s >= minutes * 60
+        return float(self.stop.sigterm), float(self.stop.sigint), float(due)
+
+    def _save_is_due(self, voted: bool) -> bool:
+        every = self.job.checkpoint.every_steps
+        return voted or (every is not None and self.state.step % every == 0) or self.state.step == self._retry_save_at
+
+    def save(self) -> None:
+        """Save if this step is not saved yet. A failure is an event: training goes on and tries again later."""
+        if self.run_dir is None or self._saved_step == self.state.step:
+            return
+        began = time.perf_counter()
+        try:
+            path, num_bytes = self.state.save(self.run_dir, job_digest=self.plan.job_digest, phases=self.phases)
+        except CheckpointError as error:
+            self._retry_save_at = self.state.step + RETRY_SAVE_STEPS
+            if self.mesh.rank == 0:
+                self.bus.emit(CheckpointFailed(self.state.step, error.where or "", str(error)))
+            return
+        self._saved_step, self._last_save_s, self._retry_save_at = self.state.step, time.monotonic(), None
+        if self.mesh.rank == 0:
+            name = str(path.relative_to(self.run_dir))
+            self.bus.emit(CheckpointSaved(self.state.step, name, num_bytes, time.perf_counter() - began))
+
+    def _emit(self, facts: StepFacts, skipped: str | None, began: float) -> None:
+        step_s = time.perf_counter() - began
+        phases_s = self.phases.take()
+        step = self.state.step
+        if skipped is not None and self.mesh.rank == 0:
+            batch = self.job.train.global_batch_size
+            self.bus.emit(StepSkipped(step, skipped, facts.grad_norm, (step - 1) * batch, batch))
+        self.bus.emit(
+            StepFinished(
+                step=step,
+                loss=facts.loss,
+                num_targets=facts.num_targets,
+                tokens_seen=self.state.tokens_seen,
+                learning_rate=learning_rate(self.job.optim, step, self.job.train.steps),
+                grad_norm=facts.grad_norm,
+                step_s=step_s,
+                tokens_per_s=facts.num_targets / step_s,
+                phases_s={name: round(seconds, 6) for name, seconds in phases_s.items()},
+                unaccounted_s=step_s - sum(phases_s.values()),
+                rss_bytes=self._process.memory_info().rss,
+            )
+        )
+
+    def evaluate(self, batches: Any) -> tuple[float, int]:
+        """(loss per target, targets) on held-out `batches`; every rank must yield equally many."""
+        with self.phases("evaluate"):
+            self.state.model.train(False)
+            total = None
+            for batch in batches:
+                sums = self.state.model.evaluate([batch], self.objective)
+                total = (
+                    sums
+                    if total is None
+                    else type(sums)(total.loss_sum + sums.loss_sum, total.num_targets + sums.num_targets)
+                )
+            self.state.model.train(True)
+            return (float("nan"), 0) if total is None else self.state.model.reduce_sums(total)

@@ -1,0 +1,381 @@
+"""The supervisor against real processes: start, fail, restart, stop, and leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from phalanx.launch.supervisor import LaunchSpec, Outcome, supervise
+from phalanx.observe.bus import Bus
+from phalanx.observe.events import Envelope, RankFailed, RanksStarted, RestartScheduled, parse_line
+
+HERE = Path(__file__).parent
+ENTRIES = "test_launch_entries"
+DEADLINE_S = 60.0
+SLACK = 3.0
+
+
+class Run:
+    """A run directory, a place for marks, and what the supervisor said and recorded."""
+
+    def __init__(self, directory: Path) -> None:
+        self.dir = directory / "run"
+        self.marks = directory / "marks"
+        self.said: list[str] = []
+        self.dir.mkdir()
+        self.marks.mkdir()
+
+    def payload(self, **more: Any) -> dict[str, Any]:
+        return {"run_dir": str(self.dir), "marks": str(self.marks)} | more
+
+    def supervise(
+        self,
+        entry: str,
+        *,
+        on_tick: Callable[[], None] = lambda: None,
+        num_ranks: int = 2,
+        preload: tuple[str, ...] = (),
+        payload: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> Outcome:
+        entry = entry if ":" in entry else f"{ENTRIES}:{entry}"
+        spec = LaunchSpec(entry, self.payload(**payload or {}), num_ranks, self.dir, preload, **options)
+        bus = Bus(rank=-1, run_dir=self.dir)
+        deadline = time.monotonic() + DEADLINE_S
+
+        def tick() -> None:
+            assert time.monotonic() < deadline, f"{self.said} {self.marked()}"
+            on_tick()
+
+        try:
+            return supervise(spec, bus=bus, on_tick=tick, say=self.said.append, newest_step=lambda: 40)
+        finally:
+            bus.close()
+
+    def events(self, kind: type) -> list[Envelope]:
+        lines = (self.dir / "events" / "supervisor.jsonl").read_text().splitlines()
+        return [found for line in lines if (found := parse_line(line)) and isinstance(found.event, kind)]
+
+    def marked(self) -> list[str]:
+        return sorted(path.name for path in self.marks.iterdir() if path.suffix != ".partial")
+
+    def has(self, *marks: str) -> bool:
+        return all((self.marks / mark).exists() for mark in marks)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.syspath_prepend(str(HERE))
+    return Run(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """After every test: no process, no shared memory, no temporary file, no changed signal handler."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    shared_before = set(os.listdir("/dev/shm"))
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    yield
+    wait_until(lambda: not psutil.Process().children(recursive=True))
+    assert {number: signal.getsignal(number) for number in handlers} == handlers
+    assert signal.set_wakeup_fd(-1) == -1
+    mine = [name for name in set(os.listdir("/dev/shm")) - shared_before if _is_mine(Path("/dev/shm") / name)]
+    assert not mine
+    assert not list(temporary.iterdir())
+
+
+def _is_mine(path: Path) -> bool:
+    """False for files of other programs on this machine that come and go meanwhile."""
+    try:
+        return path.stat().st_uid == os.getuid() and not path.name.startswith("sem.")
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], deadline_s: float = 20.0) -> float:
+    """Seconds until `condition` held."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < deadline_s, "timed out"
+        time.sleep(0.005)
+    return time.monotonic() - started
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def descendants(pid: int) -> list[int]:
+    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+
+
+def once(condition: Callable[[], bool], act: Callable[[], None]) -> Callable[[], None]:
+    """A tick that acts the first time `condition` holds."""
+    done: list[bool] = []
+
+    def tick() -> None:
+        if not done and condition():
+            done.append(True)
+            act()
+
+    return tick
+
+
+def test_ranks_reduce_and_only_loopback_listens(run: Run) -> None:
+    listening: list[tuple[str, int]] = []
+
+    def look() -> None:
+        for pid in [os.getpid(), *descendants(os.getpid())]:
+            found = psutil.Process(pid).net_connections(kind="inet")
+            listening.extend(link.laddr for link in found if link.status == psutil.CONN_LISTEN)
+        (run.marks / "go").touch()
+
+    on_tick = once(lambda: run.has("reduced-0-0", "reduced-1-0"), look)
+    outcome = run.supervise("reduce", preload=("torch", "torch.distributed"), on_tick=on_tick)
+    assert outcome == Outcome(0, "finished", "", 1), outcome.message
+    assert len(listening) >= 3  # the store and a gloo pair of each rank
+    assert {address for address, _ in listening} == {"127.0.0.1"}
+    for rank in range(2):
+        assert "total 3.0" in (run.dir / "logs" / f"rank-{rank:04d}-attempt-00.log").read_text()
+    [started] = run.events(RanksStarted)
+    assert len(started.event.pids) == 2
+    assert started.rank == -1
+
+
+def test_traceback_of_the_first_rank_comes_first_and_the_others_are_folded(run: Run) -> None:
+    outcome = run.supervise("one_raises", preload=("torch", "torch.distributed"), num_ranks=3)
+    lines = outcome.message.splitlines()
+    assert (outcome.exit_code, outcome.status, outcome.attempts) == (1, "failed", 1)
+    assert lines[0] == "rank 1 failed before the first step:"
+    assert lines[1].startswith("Traceback")
+    assert ENTRIES in lines[2], "the first frame shown is the user's, not ours"
+    assert lines[-3:] == ["ValueError: boom", "in two lines", "ranks 0, 2: connection closed, because of that"]
+    report = json.loads((run.dir / "logs" / "rank-0001-attempt-00.error.json").read_text())
+    assert report["type"] == "ValueError"
+    assert report["exit_code"] == 1
+    assert not report["secondary"]
+    assert json.loads((run.dir / "logs" / "rank-0000-attempt-00.error.json").read_text())["secondary"]
+
+
+def test_a_phalanx_error_is_one_line_and_is_not_tried_again(run: Run) -> None:
+    outcome = run.supervise("bad_data")
+    assert outcome == Outcome(4, "failed", "corpus.txt: the corpus is empty; choose another file", 1)
+    assert not run.events(RestartScheduled)
+
+
+def test_a_killed_rank_is_restarted_and_a_resumed_run_appends(run: Run) -> None:
+    outcome = run.supervise("killed_once")
+    assert (outcome.exit_code, outcome.attempts) == (0, 2)
+    [failed], [restart] = run.events(RankFailed), run.events(RestartScheduled)
+    assert (failed.event.failed_rank, failed.event.step, failed.event.phase) == (1, 2, "forward")
+    assert (failed.event.cause, failed.event.detail) == ("signal", "killed by SIGKILL")
+    assert 0 <= failed.event.detected_s < 1 * SLACK
+    assert restart.event == RestartScheduled(restart=1, budget=3, from_step=40)
+    expected = "rank 1 was killed by SIGKILL at step 2 in forward; starting again from step 40 (restart 1 of 3)"
+    assert run.said == [expected]
+    assert [started.attempt for started in run.events(RanksStarted)] == [0, 1]
+
+    assert run.supervise("killed_once").exit_code == 0
+    logs = sorted(path.name for path in (run.dir / "logs").glob("rank-0000-*.log"))
+    assert logs == [f"rank-0000-attempt-{number:02d}.log" for number in range(3)]
+
+
+def test_the_same_failure_three_times_is_deterministic(run: Run) -> None:
+    outcome = run.supervise("always_raises", payload={"differently": False}, max_restarts=10)
+    assert (outcome.exit_code, outcome.status, outcome.attempts) == (10, "failed", 3)
+    lines = outcome.message.splitlines()
+    assert lines[0] == "deterministic failure at step 31: ValueError: boom (3 times in a row)"
+    assert lines[1] == "rank 0 failed at step 31 in backward:"
+    assert "ValueError: boom " in outcome.message
+
+
+def test_the_restart_budget_names_the_last_cause(run: Run) -> None:
+    outcome = run.supervise("always_raises", payload={"differently": True}, max_restarts=1)
+    assert (outcome.exit_code, outcome.attempts) == (10, 2)
+    first = outcome.message.splitlines()[0]
+    assert first.startswith("the restart budget is spent: 1 in 1 h")
+    assert "rank 0 failed at step 31 in backward: ValueError: boom 1" in first
+
+
+def test_a_segfault_shows_its_stack(run: Run) -> None:
+    outcome = run.supervise("segfaults", max_restarts=0)
+    assert outcome.exit_code == 10
+    assert "rank 0 was killed by SIGSEGV before the first step" in outcome.message
+    assert "Fatal Python error: Segmentation fault" in outcome.message
+    assert f"{ENTRIES}.py" in outcome.message
+
+
+@pytest.mark.parametrize("how", ["os._exit", "SystemExit"])
+def test_an_exit_code_of_ours_passes_through(run: Run, how: str) -> None:
+    outcome = run.supervise("exits", payload={"how": how, "code": 8})
+    assert (outcome.exit_code, outcome.attempts) == (8, 1)
+    assert "exited with code 8 at step 5 in data" in outcome.message
+
+
+def test_sigterm_lets_the_ranks_save_and_leave(run: Run) -> None:
+    on_tick = once(lambda: run.has("training-0-0", "training-1-0"), lambda: os.kill(os.getpid(), signal.SIGTERM))
+    outcome = run.supervise("trains", on_tick=on_tick)
+    assert (outcome.exit_code, outcome.status) == (75, "preempted")
+    assert run.said == ["SIGTERM: stopping after this step and saving, within 25 s"]
+    assert not run.events(RankFailed)
+
+
+def test_a_rank_that_gets_sigterm_takes_the_others_along(run: Run) -> None:
+    def terminate() -> None:
+        os.kill(json.loads((run.marks / "training-1-0").read_text())["pid"], signal.SIGTERM)
+
+    outcome = run.supervise("trains", on_tick=once(lambda: run.has("training-0-0", "training-1-0"), terminate))
+    assert (outcome.exit_code, outcome.status, outcome.attempts) == (75, "preempted", 1)
+
+
+def test_one_ctrl_c_saves(run: Run) -> None:
+    on_tick = once(lambda: run.has("training-0-0", "training-1-0"), lambda: os.kill(os.getpid(), signal.SIGINT))
+    outcome = run.supervise("trains", on_tick=on_tick)
+    assert (outcome.exit_code, outcome.status) == (130, "interrupted")
+    assert run.said == ["stopping after this step and saving; press Ctrl-C again to stop at once"]
+
+
+def test_two_ctrl_c_stop_at_once(run: Run) -> None:
+    first = once(lambda: run.has("stuck-0-0", "stuck-1-0"), lambda: os.kill(os.getpid(), signal.SIGINT))
+    pressed: list[float] = []
+
+    def again() -> None:
+        pressed.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    second = once(lambda: bool(run.said), again)
+    outcome = run.supervise("stubborn", on_tick=lambda: (first(), second()), payload={"frozen": True})
+    assert time.monotonic() - pressed[0] < 2 * SLACK
+    assert (outcome.exit_code, outcome.status) == (130, "interrupted")
+    assert "checkpoint stands" in outcome.message
+
+
+def test_ranks_that_outstay_the_grace_are_killed(run: Run) -> None:
+    on_tick = once(lambda: run.has("stuck-0-0", "stuck-1-0"), lambda: os.kill(os.getpid(), signal.SIGTERM))
+    outcome = run.supervise("stubborn", on_tick=on_tick, grace_s=0.2, payload={"frozen": True})
+    assert (outcome.exit_code, outcome.status) == (75, "preempted")
+    assert "last checkpoint stands" in outcome.message
+
+
+def test_a_stop_before_the_ranks_exist(run: Run) -> None:
+    outcome = run.supervise("trains", on_tick=once(lambda: True, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+    assert (outcome.exit_code, outcome.status) == (75, "preempted")
+
+
+def test_a_killed_server_takes_its_ranks_along_and_is_replaced(run: Run) -> None:
+    victims: list[int] = []
+
+    def kill_server() -> None:
+        victims.extend(descendants(os.getpid()))
+        [server] = psutil.Process().children()
+        server.kill()
+
+    on_tick = once(lambda: run.has("stuck-0-0", "stuck-1-0"), kill_server)
+    outcome = run.supervise("stubborn", on_tick=on_tick, payload={"frozen": True, "willing_attempt": 1})
+    assert (outcome.exit_code, outcome.attempts) == (0, 2), outcome.message
+    assert len(victims) == 4  # server, store, two ranks
+    assert all(is_gone(pid) for pid in victims)
+    assert "the process that starts the ranks was killed by SIGKILL at step 1 in forward" in run.said[0]
+
+
+def test_a_killed_store_is_replaced(run: Run) -> None:
+    def kill_store() -> None:
+        ranks = {json.loads((run.marks / f"stuck-{rank}-0").read_text())["pid"] for rank in range(2)}
+        [server] = psutil.Process().children()
+        [store] = [child for child in server.children() if child.pid not in ranks]
+        store.kill()
+
+    on_tick = once(lambda: run.has("stuck-0-0", "stuck-1-0"), kill_store)
+    outcome = run.supervise("stubborn", on_tick=on_tick, payload={"willing_attempt": 1})
+    assert (outcome.exit_code, outcome.attempts) == (0, 2), outcome.message
+    assert "rendezvous store" in run.said[0]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_nothing_survives_a_killed_supervisor(run: Run, frozen: bool) -> None:
+    payload = json.dumps(run.payload(frozen=frozen))
+    command = [sys.executable, str(HERE / f"{ENTRIES}.py"), str(run.dir), f"{ENTRIES}:stubborn", payload]
+    supervisor = subprocess.Popen(command)
+    try:
+        wait_until(lambda: run.has("stuck-0-0", "stuck-1-0"))
+        victims = descendants(supervisor.pid)
+        assert len(victims) == 4
+        if frozen:
+            wait_until(lambda: any(psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in victims))
+    finally:
+        supervisor.kill()
+        supervisor.wait()
+    assert wait_until(lambda: all(is_gone(pid) for pid in victims)) < 1 * SLACK
+
+
+def test_a_preload_that_does_not_import_is_reported(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = run.supervise("trains", preload=("no_such_module_at_all",))
+    assert outcome.exit_code == 6
+    assert outcome.message.startswith("no_such_module_at_all cannot be imported")
+    assert "\n" not in outcome.message
+
+    modules = tmp_path / "modules"
+    modules.mkdir()
+    (modules / "breaks_on_import.py").write_text("raise KeyError('at import')\n")
+    monkeypatch.syspath_prepend(str(modules))
+    outcome = run.supervise("trains", preload=("breaks_on_import",))
+    assert (outcome.exit_code, outcome.attempts) == (1, 1)
+    assert outcome.message.startswith("Traceback")
+    assert outcome.message.endswith("KeyError: 'at import'")
+    assert "breaks_on_import.py" in outcome.message.splitlines()[1]
+
+
+def test_an_entry_that_is_not_there(run: Run) -> None:
+    outcome = run.supervise("no_such_module_at_all:main")
+    assert (outcome.exit_code, outcome.attempts) == (3, 1)
+    assert "no_such_module_at_all" in outcome.message
+    assert "\n" not in outcome.message
+
+
+def test_ranks_hold_no_descriptor_of_the_server(run: Run) -> None:
+    """Above all not the link and the write end of the life pipe, through which they would outlive the server."""
+    held: dict[int, set[str]] = {}
+    server_sockets: set[str] = set()
+
+    def look() -> None:
+        [server] = psutil.Process().children()
+        server_sockets.update(_descriptors(server.pid, "socket:"))
+        for rank in range(2):
+            pid = json.loads((run.marks / f"training-{rank}-0").read_text())["pid"]
+            held[rank] = _descriptors(pid, "socket:")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    run.supervise("trains", on_tick=once(lambda: run.has("training-0-0", "training-1-0"), look))
+    assert server_sockets
+    assert held == {0: set(), 1: set()}
+
+
+def _descriptors(pid: int, kind: str) -> set[str]:
+    targets = {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()}
+    return {target for target in targets if target.startswith(kind)}
+
+
+def test_the_loopback_listener_is_fresh_for_each_attempt() -> None:
+    from phalanx.launch.store import listen_on_loopback
+
+    with listen_on_loopback() as first, listen_on_loopback() as second:
+        assert first.getsockname()[0] == second.getsockname()[0] == "127.0.0.1"
+        assert first.getsockname() != second.getsockname()
+        with socket.create_connection(first.getsockname(), timeout=5):
+            pass

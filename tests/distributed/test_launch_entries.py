@@ -1,0 +1,163 @@
+"""What the ranks of test_launch.py run, and, as a program, a supervisor that the tests can kill."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from phalanx.core.errors import DataError
+from phalanx.core.phases import BlackBox, Phases
+from phalanx.launch.paths import black_box
+
+DEADLINE_S = 60.0
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def attempt() -> int:
+    return int(os.environ["PHALANX_ATTEMPT"])
+
+
+def mark(payload: dict[str, Any], name: str) -> None:
+    """Tell the test that this rank got here, and when."""
+    path = Path(payload["marks"]) / f"{name}-{rank()}-{attempt()}"
+    path.with_suffix(".partial").write_text(json.dumps({"pid": os.getpid(), "monotonic_s": time.monotonic()}))
+    path.with_suffix(".partial").rename(path)
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.005)
+
+
+def at_step(payload: dict[str, Any], step: int, phase: str) -> Phases:
+    phases = Phases(BlackBox(black_box(Path(payload["run_dir"]), rank())))
+    phases.step = step
+    phases.enter(phase)
+    return phases
+
+
+def reduce(payload: dict[str, Any]) -> int:
+    """Rendezvous through the environment; hold still until the test has looked at the sockets."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    total = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(total)
+    print("total", total.item())
+    mark(payload, "reduced")
+    wait_for(Path(payload["marks"]) / "go")
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def one_raises(payload: dict[str, Any]) -> int:
+    """Rank 1 fails before the first step; the others learn it from their collective."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(1))
+    if rank() == 1:
+        raise ValueError("boom\nin two lines")
+    dist.all_reduce(torch.ones(1))
+    return 0
+
+
+def bad_data(payload: dict[str, Any]) -> int:
+    at_step(payload, 3, "data")
+    raise DataError("the corpus is empty", where="corpus.txt", fix="choose another file")
+
+
+def killed_once(payload: dict[str, Any]) -> int:
+    """Rank 1 of the first attempt dies at step 2; rank 0 waits for ever, as in a collective."""
+    at_step(payload, 2, "forward")
+    mark(payload, "running")
+    if attempt() == payload.get("deadly_attempt", 0):
+        wait_for(Path(payload["marks"]) / f"running-{1 - rank()}-{attempt()}")
+        if rank() == 1:
+            os.kill(os.getpid(), payload.get("signal", signal.SIGKILL))
+        signal.pause()
+    return 0
+
+
+def always_raises(payload: dict[str, Any]) -> int:
+    at_step(payload, 31, "backward")
+    if rank() == 0:
+        raise ValueError(f"boom {attempt() if payload['differently'] else ''}")
+    signal.pause()
+    return 0
+
+
+def segfaults(payload: dict[str, Any]) -> int:
+    if rank() == 0:
+        ctypes.string_at(0)
+    signal.pause()
+    return 0
+
+
+def exits(payload: dict[str, Any]) -> int:
+    at_step(payload, 5, "data")
+    if payload["how"] == "os._exit":
+        os._exit(payload["code"])
+    raise SystemExit(payload["code"])
+
+
+def trains(payload: dict[str, Any]) -> int:
+    """Steps until told to stop; a rank that hears of it tells the others, and all leave with the same code."""
+    codes = {signal.SIGTERM: 75, signal.SIGINT: 130}
+    heard: list[int] = []
+    for number in codes:
+        signal.signal(number, lambda number, frame: heard.append(codes[signal.Signals(number)]))
+    phases = at_step(payload, 1, "forward")
+    mark(payload, "training")
+    told = Path(payload["marks"]) / "told"
+    while not told.exists():
+        if heard:
+            told.with_suffix(f".{rank()}").write_text(str(heard[0]))
+            told.with_suffix(f".{rank()}").rename(told)
+        time.sleep(0.005)
+        phases.step += 1
+    return int(told.read_text())
+
+
+def stubborn(payload: dict[str, Any]) -> int:
+    """Hears nothing; rank 1 may be frozen altogether. From the attempt `willing_attempt` on, it just finishes."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    at_step(payload, 1, "forward")
+    mark(payload, "stuck")
+    if attempt() >= payload.get("willing_attempt", 99):
+        return 0
+    if rank() == 1 and payload.get("frozen"):
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while True:
+        signal.pause()
+
+
+def main() -> int:
+    """`python test_launch_entries.py RUN ENTRY PAYLOAD`: a supervisor of two ranks."""
+    from phalanx.launch.supervisor import LaunchSpec, supervise
+    from phalanx.observe.bus import Bus
+
+    run_dir, entry, payload = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+    bus = Bus(rank=-1, run_dir=run_dir)
+    outcome = supervise(LaunchSpec(entry, payload, 2, run_dir, ()), bus=bus, say=print)
+    bus.close()
+    return outcome.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""The order of samples is a bijection, a pure function of (seed, index), and different in each epoch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.data.order import SampleOrder, num_held_out_targets, permute
+
+keys = st.integers(0, 2**64 - 1)
+
+
+@settings(deadline=None, max_examples=60)
+@given(n=st.integers(1, 3000), key=keys)
+def test_permute_is_a_bijection_for_any_n(n: int, key: int) -> None:
+    assert sorted(permute(np.arange(n), n, key)) == list(range(n))
+
+
+@settings(deadline=None, max_examples=30)
+@given(n=st.integers(1, 2**62), key=keys, index=st.integers(0, 2**62))
+def test_permute_stays_inside_at_any_size_and_needs_no_table(n: int, key: int, index: int) -> None:
+    at = permute(np.array([index % n]), n, key)[0]
+    assert 0 <= at < n
+
+
+@settings(deadline=None, max_examples=40)
+@given(n=st.integers(100, 2000), first=keys, second=keys)
+def test_distinct_keys_give_different_orders(n: int, first: int, second: int) -> None:
+    same = np.array_equal(permute(np.arange(n), n, first), permute(np.arange(n), n, second))
+    assert same == (first == second)
+
+
+def test_a_key_per_index_is_the_same_as_one_call_per_key() -> None:
+    keys_of = np.array([3, 3, 9, 2**63], dtype=np.uint64)
+    together = permute(np.array([5, 6, 5, 5]), 77, keys_of)
+    one_by_one = [permute(np.array([i]), 77, int(key))[0] for i, key in zip([5, 6, 5, 5], keys_of, strict=True)]
+    assert list(together) == one_by_one
+
+
+def test_permute_spreads_every_index_evenly_over_keys() -> None:
+    n, num_keys = 16, 20_000
+    at = permute(np.full(num_keys, 3), n, np.arange(num_keys, dtype=np.uint64))
+    counts = np.bincount(at, minlength=n)
+    assert abs(counts - num_keys / n).max() < 6 * np.sqrt(num_keys / n)
+
+
+@settings(deadline=None, max_examples=80)
+@given(seq_len=st.integers(1, 40), extra=st.integers(1, 2000), seed=st.integers(0, 2**40))
+def test_an_epoch_reads_no_token_twice_as_an_input_and_stays_within_the_tokens(
+    seq_len: int, extra: int, seed: int
+) -> None:
+    order = SampleOrder(seq_len + extra, seq_len, seed)
+    per_epoch = order.samples_per_epoch
+    for epoch in range(3):
+        starts = order.starts(np.arange(per_epoch) + epoch * per_epoch)
+        assert starts.min() >= 0
+        assert starts.max() + seq_len + 1 <= order.num_tokens
+        ascending = np.sort(starts)
+        assert (np.diff(ascending) == seq_len).all()
+        left_out = order.num_tokens - per_epoch * seq_len
+        assert left_out <= 2 * seq_len
+
+
+def test_epochs_differ_in_order_and_in_where_they_cut() -> None:
+    order = SampleOrder(10_000, 64, seed=1)
+    samples = np.arange(order.samples_per_epoch)
+    epochs = [order.starts(samples + epoch * order.samples_per_epoch) for epoch in range(20)]
+    windows = {tuple(starts // 64) for starts in epochs}
+    phases = {int(starts.min()) for starts in epochs}
+    assert len(windows) == 20
+    assert len(phases) > 10
+    assert max(phases) < 64
+
+
+def test_starts_depend_on_nothing_but_seed_and_index() -> None:
+    order = SampleOrder(5_000, 32, seed=7)
+    indices = np.arange(1_000)
+    whole = order.starts(indices)
+    shuffled = np.random.default_rng(0).permutation(indices)
+    assert np.array_equal(SampleOrder(5_000, 32, seed=7).starts(shuffled), whole[shuffled])
+    assert np.array_equal(order.starts(indices.reshape(10, 100)), whole.reshape(10, 100))
+    assert not np.array_equal(SampleOrder(5_000, 32, seed=8).starts(indices), whole)
+
+
+def test_the_order_never_changes_between_releases() -> None:
+    # A checkpoint's cursor means these samples. If this fails, old runs no longer resume exactly.
+    assert SampleOrder(1_000_000, 128, seed=0).starts(np.array([0, 1, 2, 7_811, 10**9])).tolist() == [
+        586298,
+        300858,
+        844730,
+        855148,
+        411603,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "max_tokens", "expected"),
+    [(0, None, 0), (1, 5, 0), (2, 5, 1), (10, 0, 0), (10, None, 9), (10, 3, 3)],
+)
+def test_held_out_targets_are_all_tokens_but_the_first(num_tokens: int, max_tokens: int | None, expected: int) -> None:
+    assert num_held_out_targets(num_tokens, max_tokens) == expected
