@@ -9,7 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 
 from phalanx.launch.supervisor import LaunchSpec, Outcome, supervise
 from phalanx.observe.bus import Bus
-from phalanx.observe.events import Envelope, RankFailed, RanksStarted, RestartScheduled, parse_line
+from phalanx.observe.events import Envelope, Note, RankFailed, RanksStarted, RestartScheduled, parse_line
 
 HERE = Path(__file__).parent
 ENTRIES = "test_launch_entries"
@@ -190,6 +191,7 @@ def test_a_killed_rank_is_restarted_and_a_resumed_run_appends(run: Run) -> None:
     expected = "rank 1 was killed by SIGKILL at step 2 in forward; starting again from step 40 (restart 1 of 3)"
     assert run.said == [expected]
     assert [started.attempt for started in run.events(RanksStarted)] == [0, 1]
+    assert len(run.events(Note)) == 1, "the second attempt came from the same server"
 
     assert run.supervise("killed_once").exit_code == 0
     logs = sorted(path.name for path in (run.dir / "logs").glob("rank-0000-*.log"))
@@ -233,6 +235,18 @@ def test_sigterm_lets_the_ranks_save_and_leave(run: Run) -> None:
     outcome = run.supervise("trains", on_tick=on_tick)
     assert (outcome.exit_code, outcome.status) == (75, "preempted")
     assert run.said == ["SIGTERM: stopping after this step and saving, within 25 s"]
+    assert not run.events(RankFailed)
+
+
+def test_sigterm_to_every_process_of_the_job_lets_the_ranks_save(run: Run) -> None:
+    """As Slurm and systemd send it: the server and the store must not die of it."""
+
+    def terminate() -> None:
+        for pid in [*descendants(os.getpid()), os.getpid()]:
+            os.kill(pid, signal.SIGTERM)
+
+    outcome = run.supervise("trains", on_tick=once(lambda: run.has("training-0-0", "training-1-0"), terminate))
+    assert (outcome.exit_code, outcome.status, outcome.attempts) == (75, "preempted", 1)
     assert not run.events(RankFailed)
 
 
@@ -307,20 +321,44 @@ def test_a_killed_store_is_replaced(run: Run) -> None:
     assert "rendezvous store" in run.said[0]
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_nothing_survives_a_killed_supervisor(run: Run, frozen: bool) -> None:
+def test_helpers_that_a_rank_leaves_behind_are_killed(run: Run) -> None:
+    assert run.supervise("leaves_a_helper").exit_code == 0
+    helpers = [int(pid) for rank in range(2) for pid in (run.marks / f"helpers-{rank}").read_text().split()]
+    wait_until(lambda: all(is_gone(pid) for pid in helpers))
+
+
+def test_ranks_of_a_killed_server_die_even_while_the_supervisor_cannot_act(run: Run) -> None:
+    with supervisor_process(run, frozen=True) as supervisor:
+        wait_until(lambda: run.has("stuck-0-0", "stuck-1-0"))
+        victims = descendants(supervisor.pid)
+        assert len(victims) == 4
+        supervisor.send_signal(signal.SIGSTOP)
+        [server] = psutil.Process(supervisor.pid).children()
+        server.kill()
+        wait_until(lambda: all(is_gone(pid) for pid in victims))
+
+
+@contextmanager
+def supervisor_process(run: Run, *, frozen: bool) -> Iterator[subprocess.Popen[bytes]]:
+    """A supervisor in a process of its own, of two ranks that never end; killed on leaving."""
     payload = json.dumps(run.payload(frozen=frozen))
     command = [sys.executable, str(HERE / f"{ENTRIES}.py"), str(run.dir), f"{ENTRIES}:stubborn", payload]
     supervisor = subprocess.Popen(command)
     try:
+        yield supervisor
+    finally:
+        supervisor.kill()
+        supervisor.wait()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_nothing_survives_a_killed_supervisor(run: Run, frozen: bool) -> None:
+    with supervisor_process(run, frozen=frozen) as supervisor:
         wait_until(lambda: run.has("stuck-0-0", "stuck-1-0"))
         victims = descendants(supervisor.pid)
         assert len(victims) == 4
         if frozen:
             wait_until(lambda: any(psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in victims))
-    finally:
-        supervisor.kill()
-        supervisor.wait()
     assert wait_until(lambda: all(is_gone(pid) for pid in victims)) < 1 * SLACK
 
 

@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -98,6 +99,16 @@ def always_raises(payload: dict[str, Any]) -> int:
     if rank() == 0:
         raise ValueError(f"boom {attempt() if payload['differently'] else ''}")
     signal.pause()
+    return 0
+
+
+def leaves_a_helper(payload: dict[str, Any]) -> int:
+    """Finishes while a process it forked, and one it executed, still run."""
+    helper = os.fork()
+    if helper == 0:
+        signal.pause()
+    program = subprocess.Popen(["sleep", "600"])
+    (Path(payload["marks"]) / f"helpers-{rank()}").write_text(f"{helper} {program.pid}")
     return 0
 
 

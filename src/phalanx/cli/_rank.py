@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 import phalanx
@@ -25,17 +24,17 @@ from phalanx.job.schema import Job
 from phalanx.job.shape import shape_of
 from phalanx.launch.paths import black_box
 from phalanx.launch.rank_env import read_rank_env
-from phalanx.mesh.logical import local_bytes, local_tensor
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.build import build_model, build_objective
 from phalanx.observe.bus import Bus, Sink
-from phalanx.observe.events import EvalFinished, MemoryMeasured, Note, RunStarted, TextGenerated
+from phalanx.observe.events import EvalFinished, Note, RunStarted, TextGenerated
 from phalanx.optim.adamw import build_adamw
 from phalanx.parallel.parallelize import parallelize, transforms
 from phalanx.plan.planner import Plan
 from phalanx.resilience.fault import fault_listener
 from phalanx.resilience.guards import NonFiniteGuard, NoTargetsGuard
 from phalanx.train.generate import generate
+from phalanx.train.memory import MemoryMeter
 from phalanx.train.state import TrainState
 from phalanx.train.trainer import StopFlags, Trainer
 
@@ -71,13 +70,14 @@ def run_rank(run: RankRun, *, sinks: Sequence[tuple[str, Sink]] = (), store: Any
     stop = StopFlags()
     stop.listen()
     inject = job.resilience.inject
-    listeners = (fault_listener(inject, rank=rank, run_dir=run.run_dir),) if inject else ()
-    phases = Phases(BlackBox(black_box(run.run_dir, rank)), listeners)
+    meter = MemoryMeter()
+    listeners = [meter.listen] + ([fault_listener(inject, rank=rank, run_dir=run.run_dir)] if inject else [])
+    phases = Phases(BlackBox(black_box(run.run_dir, rank)), tuple(listeners))
     if rank == 0:
         sinks = [*sinks, *open_sinks(job, run.run_dir)]
     bus = Bus(rank=rank, attempt=run.attempt, run_dir=run.run_dir, sinks=sinks)
     try:
-        return _train(run, bus, phases, stop, store)
+        return _train(run, bus, phases, meter, stop, store)
     finally:
         bus.close()
 
@@ -86,7 +86,7 @@ def open_sinks(job: Job, run_dir: Path) -> list[tuple[str, Sink]]:
     return [(kind, resolve(kind, "phalanx.observe.sinks", "open_sink")(run_dir)) for kind in job.observe.sinks]
 
 
-def _train(run: RankRun, bus: Bus, phases: Phases, stop: StopFlags, store: Any) -> int:
+def _train(run: RankRun, bus: Bus, phases: Phases, meter: MemoryMeter, stop: StopFlags, store: Any) -> int:
     job, plan, run_dir = run.job, run.plan, run.run_dir
     phases.enter("startup")
     timeout_s = job.resilience.collective_timeout_s
@@ -101,7 +101,7 @@ def _train(run: RankRun, bus: Bus, phases: Phases, stop: StopFlags, store: Any) 
                 "phalanx": phalanx.__version__,
             }
         )
-        meter = MemoryMeter(mesh.device)
+        meter.start(mesh.device)
         state = build_state(job, plan, mesh, phases)
         checkpoints = list_checkpoints(run_dir)
         if checkpoints:
@@ -123,7 +123,7 @@ def _train(run: RankRun, bus: Bus, phases: Phases, stop: StopFlags, store: Any) 
                 bus.emit(_run_started(job, plan, mesh, state, checkpoints, run.started_unix_s))
             phases.leave("startup")
             ended = trainer.run()
-        bus.emit(meter.measure(state, plan))
+        bus.emit(meter.measure(state.shards(), state.model.parameters(), plan.chosen.predicted_bytes))
         if ended == "finished":
             _afterwards(job, plan, mesh, corpus, trainer)
         mesh.barrier()
@@ -202,49 +202,3 @@ def _afterwards(job: Job, plan: Plan, mesh: Mesh, corpus: Corpus, trainer: Train
             return
         if mesh.rank == 0:
             trainer.bus.emit(TextGenerated(step, PROMPT, corpus.decode(tokens)))
-
-
-@dataclass
-class MemoryMeter:
-    """Peak memory of this rank on top of what interpreter and torch take. Made before the model is built."""
-
-    device: torch.device
-    runtime_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        with contextlib.suppress(OSError):  # Linux: forget the peak of before
-            Path("/proc/self/clear_refs").write_text("5")
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-        else:
-            self.runtime_bytes = psutil.Process().memory_info().rss
-
-    def peak_bytes(self) -> int:
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024 - self.runtime_bytes
-        return psutil.Process().memory_info().rss - self.runtime_bytes
-
-    def measure(self, state: TrainState, plan: Plan) -> MemoryMeasured:
-        """States are counted from their tensors; "peak" is the process's, so activations are part of it."""
-        shards = state.shards()
-        parameters = {name: shard for name, shard in shards.items() if not name.startswith("optim/")}
-        trainable = sum(p.requires_grad * _local_bytes(p) for p in state.model.parameters())
-        predicted = plan.chosen.predicted_bytes
-        return MemoryMeasured(
-            predicted_bytes=predicted | {"peak": sum(predicted.values())},
-            measured_bytes={
-                "parameters": local_bytes(parameters),
-                "gradients": trainable,
-                "optimizer": local_bytes(shards) - local_bytes(parameters),
-                "peak": self.peak_bytes(),
-            },
-            runtime_bytes=self.runtime_bytes,
-        )
-
-
-def _local_bytes(parameter: torch.Tensor) -> int:
-    local = local_tensor(parameter)
-    return local.numel() * local.element_size()

@@ -13,11 +13,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from phalanx.core.batch import IGNORE_INDEX
 from phalanx.data.corpus import Corpus
 from phalanx.data.order import SampleOrder, num_held_out_targets
 from phalanx.data.token_stream import Tokens
-
-IGNORE_INDEX = -100  # a target that counts for nothing
 
 Batch = dict[str, torch.Tensor]
 _Build = Callable[[int], list[Batch]]

@@ -88,7 +88,7 @@ def _open_ids(source: str, fraction: float, seq_len: int, vocab_size: int | None
 
 
 def checked(chunks: Iterable[Tokens], vocab_size: int | None, where: str, unit: str) -> Iterator[Tokens]:
-    """Pass chunks on, or raise DataError at the first token outside [0, vocab_size): `where`, and how many `unit` in."""
+    """Pass chunks on, or raise DataError at the first token outside [0, vocab_size): `where`, at which `unit`."""
     offset = 0
     for chunk in chunks:
         if chunk.size and (int(chunk.min()) < 0 or (vocab_size is not None and int(chunk.max()) >= vocab_size)):

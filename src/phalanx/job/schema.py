@@ -69,7 +69,7 @@ class Data(Section):
     seq_len: Positive = 128
     """Tokens of one sequence."""
     held_out_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
-    """Part of the documents kept for evaluation, chosen by document name (by position for .npy)."""
+    """Part of the documents kept for evaluation, chosen by document name (by position if there is one)."""
 
 
 class Train(Section):
@@ -85,7 +85,7 @@ class Train(Section):
     """torch.compile each block."""
     loss_chunk_tokens: Positive = 2048
     """Logits exist for at most this many tokens at a time."""
-    eval_tokens: Count = 1048576
+    eval_tokens: Count = 262144
     """Held-out tokens evaluated at the end (0: no evaluation); at most what there is."""
     sample_tokens: Count = 256
     """Tokens of text generated at the end, where the data is text (0: none)."""

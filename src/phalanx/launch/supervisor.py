@@ -21,7 +21,7 @@ from phalanx.launch.server_process import ServerProcess, start_server
 from phalanx.launch.signals import SignalInbox
 from phalanx.launch.verdict import Failure, find_failure
 from phalanx.observe.bus import Bus
-from phalanx.observe.events import RankFailed, RanksStarted, RestartScheduled
+from phalanx.observe.events import Note, RankFailed, RanksStarted, RestartScheduled
 
 
 @dataclass(frozen=True)
@@ -152,6 +152,7 @@ class _Supervisor:
             messages, signals = self._attention.wait(server.link)
             for message in messages:
                 if message["say"] == "ready":
+                    self._bus.emit(Note("server_ready", {key: message[key] for key in ("import_s", "num_threads")}))
                     return None
                 end.start_error = ErrorReport(**message["report"])
                 return end

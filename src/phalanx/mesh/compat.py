@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
@@ -17,6 +19,14 @@ def quiet_torch() -> None:
         r".*(No device id is provided|barrier\(\): using the device).*",
     ):
         warnings.filterwarnings("ignore", message=message, module=r"torch\.")
+
+
+def ddp_buffer_option(sync: bool) -> dict[str, bool]:
+    """DDP's switch for copying rank 0's buffers at each forward; torch 2.13 renamed it and warns about the old name."""
+    name = "forward_sync_buffers"
+    if name not in inspect.signature(DistributedDataParallel.__init__).parameters:
+        name = "broadcast_buffers"
+    return {name: sync}
 
 
 def fsdp_comm_classes() -> tuple[type, type]:

@@ -14,6 +14,7 @@ from phalanx.observe.events import Envelope, StepFinished
 
 AVERAGED_STEPS = 20  # the first steps are slow (allocation, compilation); a short memory forgets them soon
 REDRAW_S = 0.1
+MAX_LINE, MAX_SAMPLE = 300, 100
 
 
 class Console(Protocol):
@@ -118,21 +119,29 @@ def _rate(per_s: float) -> str:
     return format_count(per_s).replace(" ", "").replace("K", "k") if math.isfinite(per_s) else "?"
 
 
+def _eta(seconds: float) -> str:
+    return "0 s" if seconds == 0 else format_seconds(seconds)
+
+
 def _memory(num_bytes: float) -> str:
     return format_bytes(num_bytes).replace(".0 ", " ") if math.isfinite(num_bytes) else "?"
 
 
-def printable(text: str, limit: int = 300) -> str:
+def printable(text: str, limit: int = 2000) -> str:
     """One line without control characters: what a rank says must not move the cursor of whoever reads it."""
-    line = "".join(letter if letter.isprintable() else " " for letter in text[: 4 * limit])
-    line = " ".join(line.split())
-    return line if len(line) <= limit else line[: limit - 1] + "…"
+    text = text.rstrip()
+    line = "".join(letter if letter.isprintable() else " " for letter in text[:limit])
+    return line if len(text) <= limit else line[:-1] + "…"
+
+
+def _squeezed(text: str, limit: int) -> str:
+    return printable(" ".join(text[: 4 * limit].split()), limit)
 
 
 def describe(envelope: Envelope) -> str | None:
     """The line for an event that a person wants to know of, or None for the others."""
     line = _words(envelope.event)
-    return None if line is None else printable(line)
+    return None if line is None else _squeezed(line, MAX_LINE)
 
 
 def _words(event: events.Event) -> str | None:
@@ -143,7 +152,7 @@ def _words(event: events.Event) -> str | None:
             took = format_seconds(event.startup_s)
             return f"{event.run}: {event.world_size} ranks on {event.device}, {layout}, started in {took}{start}"
         case events.StepSkipped():
-            return f"skipped step {event.step}: {event.reason.replace('_', ' ')} (gradient norm {event.grad_norm:.3g})"
+            return f"skipped step {event.step}: {event.reason.replace('_', ' ')} ({_norm(event.grad_norm)})"
         case events.EvalFinished():
             return (
                 f"held-out loss {event.loss:.4f} nats/token at step {event.step}"
@@ -157,7 +166,7 @@ def _words(event: events.Event) -> str | None:
         case events.CheckpointFailed():
             return f"checkpoint of step {event.step} failed: {event.reason} ({event.path})"
         case events.TextGenerated():
-            return f"sample at step {event.step}: {event.prompt}{event.text}"
+            return f"sample at step {event.step}: {_squeezed(event.prompt + event.text, MAX_SAMPLE)}"
         case events.StopRequested():
             return f"stopping after step {event.step}: {event.reason}"
         case events.RankFailed():
@@ -173,9 +182,13 @@ def _words(event: events.Event) -> str | None:
             lost = f"lost {event.num_dropped} events" if event.num_dropped else "dropped"
             return f"sink {event.sink} {lost}: {event.reason}"
         case events.Note():
-            facts = ", ".join(f"{key} {value}" for key, value in event.facts.items())
-            return f"note {event.code}" + (f": {facts}" if facts else "")
+            # A note is for machines and the report, unless it says why something is not as one would expect.
+            return f"{event.code.replace('_', ' ')}: {event.facts['why']}" if "why" in event.facts else None
     return None
+
+
+def _norm(grad_norm: float) -> str:
+    return f"gradient norm {grad_norm:.3g}" if math.isfinite(grad_norm) else "gradient norm not finite"
 
 
 def _last_line(text: str) -> str:
@@ -208,14 +221,14 @@ class PlainConsole:
     def _step_line(self) -> str:
         pace = self._pace
         parts = [f"step {pace.step}/{pace.total_steps}", *pace.facts()]
-        parts += [f"eta {format_seconds(pace.eta_s)}", f"mem {_memory(pace.rss_bytes)}"]
+        parts += [f"eta {_eta(pace.eta_s)}", f"mem {_memory(pace.rss_bytes)}"]
         return "  ".join(parts)
 
     def say(self, line: str) -> None:
         if not self._is_open:
             return
         try:
-            self._stream.write(printable(line, limit=2000) + "\n")
+            self._stream.write(printable(line) + "\n")
             self._stream.flush()
         except (OSError, ValueError):
             self._is_open = False
@@ -249,7 +262,7 @@ class LiveConsole:
         from rich.text import Text
 
         if self._is_open:
-            self._guarded(lambda: self._screen.print(Text(printable(line, limit=2000), style=style)))
+            self._guarded(lambda: self._screen.print(Text(printable(line), style=style)))
 
     def tick(self) -> None:
         now = time.monotonic()
@@ -292,7 +305,7 @@ class LiveConsole:
         bar.add_row(
             Text(f"step {pace.step}/{pace.total_steps}", style="bold"),
             ProgressBar(total=max(pace.total_steps, 1), completed=pace.step),
-            Text(f"eta {format_seconds(pace.eta_s)}"),
+            Text(f"eta {_eta(pace.eta_s)}"),
         )
         facts = [*pace.facts(), f"mem {_memory(pace.rss_bytes)}"]
         if pace.num_restarts:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from phalanx.mesh.compat import ddp_buffer_option
 from phalanx.parallel.protocol import Order, Workpiece
 from phalanx.plan.planner import Plan
 
@@ -26,7 +27,7 @@ class DpReplicate:
             process_group=piece.mesh.submesh("dp_replicate").get_group(),
             gradient_as_bucket_view=True,
             bucket_cap_mb=piece.plan.bucket_mb,
-            broadcast_buffers=has_buffers,
+            **ddp_buffer_option(has_buffers),
             init_sync=False,  # initial weights are the same by construction; the first step compares them
         )
         watch = _ExposedWait(piece)

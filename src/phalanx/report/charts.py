@@ -113,7 +113,8 @@ def line_chart(chart: LineChart) -> Html:
             drawing.over += [_dot(x_scale(x), y_scale(y), series.css_class) for x, y in zip(xs, ys, strict=True)]
         else:
             drawing.svg.append(_path(_line(xs, ys, x_scale, y_scale), series.css_class))
-        drawing.legend.append(_key(series.css_class, series.name, dot=series.dots))
+        if len(points) > 1:  # one line needs no key: the title names it
+            drawing.legend.append(_key(series.css_class, series.name, dot=series.dots))
     _draw_marks(chart.marks, x_scale, y_scale, drawing)
     drawing.beside = _beside(chart, y_scale)
     hover = [[series.name, series.css_class, _numbers(xs), _numbers(ys)] for series, xs, ys in points]

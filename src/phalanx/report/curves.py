@@ -45,13 +45,18 @@ def skips(facts: RunFacts, steps: Sequence[float], values: Sequence[float]) -> l
     ]
 
 
+def _with_smoothed(steps: Sequence[float], values: Sequence[float], end_label: str = "") -> list[Series]:
+    span = max(5, min(len(steps) // 40, 1000))
+    name = f"smoothed over {span} steps"
+    return [
+        Series("each step", steps, values, "raw"),
+        Series(name, steps, smooth(values, span), "s0", end_label=end_label),
+    ]
+
+
 def loss_chart(facts: RunFacts) -> Html:
     steps = facts.steps
-    span = max(5, min(len(steps) // 40, 200))
-    series = [
-        Series("each step", steps.step, steps.loss, "raw"),
-        Series(f"smoothed over {span} steps", steps.step, smooth(steps.loss, span), "s0", end_label="training"),
-    ]
+    series = _with_smoothed(steps.step, steps.loss, end_label="training")
     if facts.evals:
         label = f"held-out {facts.evals[-1].loss:.3f}"
         at, losses = [event.step for event in facts.evals], [event.loss for event in facts.evals]
@@ -89,7 +94,7 @@ def _loss_note(facts: RunFacts) -> str:
 
 def rate_chart(facts: RunFacts) -> Html:
     series = [Series("learning rate", facts.steps.step, facts.steps.learning_rate)]
-    return line_chart(LineChart("Learning rate", "per step", "", series, zero=True, x_range=x_range(facts)))
+    return line_chart(LineChart("Learning rate", "learning rate", "", series, zero=True, x_range=x_range(facts)))
 
 
 def norm_chart(facts: RunFacts) -> Html:
@@ -98,7 +103,7 @@ def norm_chart(facts: RunFacts) -> Html:
         title="Gradient norm",
         y_label="global L2 norm before clipping",
         unit="",
-        series=[Series("gradient norm", steps.step, steps.grad_norm)],
+        series=_with_smoothed(steps.step, steps.grad_norm),
         marks=[*restarts(facts), *skips(facts, steps.step, steps.grad_norm)],
         zero=True,
         may_be_log=True,
@@ -113,10 +118,7 @@ def throughput_chart(facts: RunFacts) -> Html:
         title="Throughput",
         y_label="tokens per second",
         unit="tokens/s",
-        series=[
-            Series("each step", steps.step, steps.tokens_per_s, "raw"),
-            Series("smoothed over 20 steps", steps.step, smooth(steps.tokens_per_s, 20)),
-        ],
+        series=_with_smoothed(steps.step, steps.tokens_per_s),
         marks=restarts(facts),
         zero=True,
         x_range=x_range(facts),

@@ -42,7 +42,7 @@ def memory_section(facts: RunFacts) -> Html:
     whole = max(max(total(event.predicted_bytes), total(event.measured_bytes), 1.0) for event in events)
     rows = [_rank_row(rank, facts.memory[rank], whole, colour) for rank in ranks]
     left_out = len(facts.memory) - len(ranks)
-    note = "Bytes on top of the runtime (interpreter and torch). Error: measured against predicted, in % of predicted."
+    note = "Bytes on top of the runtime (interpreter and torch). Error: predicted minus measured, in % of measured."
     if left_out:
         note += f" The first {MAX_RANKS} ranks are shown; {left_out} are left out."
     return tag(
@@ -78,7 +78,7 @@ def _rank_row(rank: int, event: MemoryMeasured, whole: float, colour: Mapping[st
         bar(event.measured_bytes, whole, colour),
         class_="barlabel",
     )
-    error = words.percent(measured - predicted, predicted, signed=True)
+    error = words.percent(predicted - measured, measured, signed=True)
     return [
         str(rank), bars, words.num_bytes(predicted), words.num_bytes(measured), error,
         words.num_bytes(event.runtime_bytes),
@@ -99,5 +99,5 @@ def _cell(event: MemoryMeasured, name: str) -> list[Html | str]:
     )
     if not (math.isfinite(predicted) or math.isfinite(measured)):
         return ["–"]
-    error = words.percent(measured - predicted, predicted, signed=True)
+    error = words.percent(predicted - measured, measured, signed=True)
     return [words.num_bytes(measured), tag("small", words.num_bytes(predicted), " ", tag("b", error))]

@@ -33,9 +33,8 @@ def _summary(plan: dict[str, Any]) -> str:
     if all(math.isfinite(value) for value in batch):
         length = f" of {seq_len:,.0f} tokens" if math.isfinite(seq_len) else ""
         each, micro = words.plural(int(batch[1]), "micro-batch").replace("batchs", "batches"), f"{batch[2]:,.0f}"
-        said.append(
-            f"Each step takes {batch[0]:,.0f} sequences{length}: {each} of {micro} sequences on each data-parallel share."
-        )
+        sequences = f"{batch[0]:,.0f} sequences{length}"
+        said.append(f"Each step takes {sequences}: {each} of {micro} sequences on each data-parallel share.")
     parameters, flops = as_number(plan.get("num_params")), as_number(plan.get("flops_per_token"))
     if math.isfinite(parameters):
         work = f" and {words.count(flops)} floating-point operations per token" if math.isfinite(flops) else ""
@@ -85,7 +84,16 @@ def _alternatives(plan: dict[str, Any]) -> Html:
         fits = "yes" if item.get("fits") is True else "no" if item.get("fits") is False else "–"
         why = ("chosen: " if chosen else "") + as_text(item.get("why"), "")
         layout = words.layout(as_dict(item.get("layout")))
-        rows.append([name, layout, memory.bar(part, whole, colour), words.num_bytes(total), fits, why or "–"])
+        rows.append(
+            [
+                name,
+                layout,
+                memory.bar(part, whole, colour),
+                words.num_bytes(total),
+                fits,
+                tag("div", why or "–", class_="words"),
+            ]
+        )
     return tag(
         "div",
         tag("h3", "Alternatives, memory per rank"),

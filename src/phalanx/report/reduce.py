@@ -307,7 +307,9 @@ def _ledger(log: _Log, story: list[Envelope], steps: Steps, history: _History) -
     data_s, checkpoint_s, evaluate_s = (
         sum(max(seconds, 0.0) for seconds in steps.groups_s[name]) for name in ("data", "checkpoint", "evaluate")
     )
-    step_s = sum(_finite(seconds) for seconds in steps.step_s)
+    # A save between two steps is charged to the next one's phases but not to its seconds: unaccounted is then negative.
+    between_s = sum(max(-_finite(seconds), 0.0) for seconds in steps.groups_s["unaccounted"])
+    step_s = sum(_finite(seconds) for seconds in steps.step_s) + between_s
     parts = {
         "training steps": max(step_s - data_s - checkpoint_s - evaluate_s, 0.0),
         "waiting for data": data_s,

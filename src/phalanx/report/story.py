@@ -14,6 +14,7 @@ from phalanx.report.markup import Html, table, tag
 
 MAX_ROWS = 300
 MAX_SAMPLES = 3
+MAX_NOTE = 500
 MAX_TEXT = 20_000
 MAX_JOB_ROWS = 400
 
@@ -51,7 +52,8 @@ def _few(told: list[Envelope]) -> tuple[list[Envelope], int]:
 
 def _row(envelope: Envelope, facts: RunFacts) -> list[Html | str]:
     who = "supervisor" if envelope.rank < 0 else f"rank {envelope.rank}"
-    after = words.seconds(max(envelope.time_unix_s - facts.started_unix_s, 0.0))
+    after_s = envelope.time_unix_s - facts.started_unix_s
+    after = words.seconds(after_s) if after_s >= 1e-3 else "0 s"
     what = describe(envelope) or _plain(envelope)
     line = tag("span", what, class_="over") if isinstance(envelope.event, _BAD) else tag("span", what)
     when = tag("span", f"+{after}", title=words.clock(envelope.time_unix_s), class_="nowrap")
@@ -66,7 +68,14 @@ def _plain(envelope: Envelope) -> str:
         return f"started {words.plural(len(event.pids), 'process').replace('processs', 'processes')}" + (
             f" in {words.seconds(event.start_s)}"
         )
+    if isinstance(event, events.Note):
+        facts = ", ".join(f"{key} {_short(value)}" for key, value in event.facts.items())
+        return f"note {event.code}: {facts}"[:MAX_NOTE] if facts else f"note {event.code}"
     return event.kind().replace("_", " ")
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _detail(envelope: Envelope) -> Html | None:
@@ -114,6 +123,7 @@ _FILES = (
     ("job.json", "the resolved job"),
     ("plan.json", "the plan"),
     ("events", "every event, one JSON object per line and file per rank and attempt"),
+    ("logs", "what each rank printed, per attempt"),
     ("checkpoints", "layout-free checkpoints"),
     ("tensorboard", "scalars for TensorBoard"),
     ("report.html", "this page"),

@@ -56,7 +56,7 @@ def _ledger(facts: RunFacts) -> Html:
 
 def _ranks(facts: RunFacts) -> Html:
     ranks = _chosen(facts.ranks)
-    whole = max(rank.mean_s for rank in ranks)
+    whole = max(max(r.mean_s, sum(value for value in r.mean_groups_s.values() if value > 0)) for r in ranks)
     used = [name for name in GROUPS if any(rank.mean_groups_s[name] > 0 for rank in ranks)]
     rows = [_rank_row(rank, whole) for rank in ranks]
     head = ["rank", "mean step by phase", "mean", "p50", "p99", "longest", "unaccounted"]

@@ -1,0 +1,229 @@
+"""The supervisor's decisions as pure functions: whose fault, restart or not, who am I, which attempt."""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from phalanx.core.errors import DataError, EnvironmentProblem, RestartBudgetError
+from phalanx.core.phases import BlackBox
+from phalanx.launch.attempt import AttemptEnd, RankExit
+from phalanx.launch.external import external_ranks
+from phalanx.launch.paths import black_box, clear_black_boxes, next_attempt
+from phalanx.launch.rank_env import RankEnv, rank_variables
+from phalanx.launch.reports import ErrorReport, describe, load_report
+from phalanx.launch.restarts import RestartPolicy
+from phalanx.launch.verdict import Failure, find_failure
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+}
+
+
+class TestExternalRanks:
+    def test_none_where_nobody_started_ranks(self) -> None:
+        assert external_ranks({}) is None
+        assert external_ranks({"MASTER_ADDR": "node0", "RANK": ""}) is None
+
+    def test_torchrun(self) -> None:
+        assert external_ranks(TORCHRUN) == RankEnv(3, 4, 1, 2, attempt=2)
+
+    def test_one_process_on_each_node_sets_no_local_rank(self) -> None:
+        kubernetes = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+        assert external_ranks(kubernetes) == RankEnv(3, 4, 0, 1)
+
+    def test_a_supervised_rank_reads_back_what_it_was_given(self) -> None:
+        ranks = RankEnv(1, 2, 1, 2, attempt=7)
+        variables = rank_variables(ranks, 12345, {"OMP_NUM_THREADS": "4"})
+        assert external_ranks(variables) == ranks
+        assert variables["GLOO_SOCKET_IFNAME"] == variables["NCCL_SOCKET_IFNAME"] == "lo"
+        assert variables["MASTER_ADDR"] == "127.0.0.1"
+        assert "OMP_NUM_THREADS" not in variables
+
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            ({"RANK": None}, "WORLD_SIZE is set and RANK is not"),
+            ({"RANK": None, "WORLD_SIZE": "1"}, "WORLD_SIZE is set and RANK is not"),
+            ({"WORLD_SIZE": None}, "RANK is set and WORLD_SIZE is not"),
+            ({"RANK": "4"}, "RANK is 4 and WORLD_SIZE is 4"),
+            ({"RANK": "-1"}, "RANK is -1"),
+            ({"WORLD_SIZE": "four"}, "WORLD_SIZE is 'four', which is not an integer"),
+            ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
+            ({"MASTER_ADDR": None}, "MASTER_ADDR is not set"),
+            ({"MASTER_ADDR": None, "MASTER_PORT": None}, "MASTER_ADDR and MASTER_PORT are not set"),
+            ({"LOCAL_RANK": "2"}, "LOCAL_RANK is 2 and LOCAL_WORLD_SIZE is 2"),
+            ({"LOCAL_RANK": None}, "LOCAL_RANK is not set"),
+        ],
+    )
+    def test_half_a_description_is_refused(self, changes: dict[str, str | None], words: str) -> None:
+        environ = {name: value for name, value in (TORCHRUN | changes).items() if value is not None}
+        with pytest.raises(EnvironmentProblem) as caught:
+            external_ranks(environ)
+        assert words in str(caught.value)
+        assert caught.value.exit_code == 6
+        assert "\n" not in str(caught.value)
+
+
+class TestAttempts:
+    def test_counts_on_from_any_file_an_attempt_left(self, tmp_path: Path) -> None:
+        assert next_attempt(tmp_path) == 0
+        for name in ("events/rank-0000-attempt-03.jsonl", "logs/rank-0001-attempt-12.error.json", "logs/server.log"):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).touch()
+        assert next_attempt(tmp_path) == 13
+
+    def test_an_old_place_is_not_taken_for_a_new_one(self, tmp_path: Path) -> None:
+        BlackBox(black_box(tmp_path, 0)).write(9, "forward")
+        clear_black_boxes(tmp_path)
+        assert not black_box(tmp_path, 0).exists()
+
+
+def raised(error: BaseException) -> ErrorReport:
+    try:
+        raise error
+    except BaseException as caught:
+        return describe(caught)
+
+
+class TestReports:
+    @pytest.mark.parametrize(
+        "message",
+        [
+            "[../third_party/gloo/gloo/transport/tcp/pair.cc:544] Connection closed by peer [127.0.0.1]:42113",
+            "[enforce fail at pair.cc] Read error [127.0.0.1]:1: Connection reset by peer",
+            "[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 8000ms for recv operation to complete",
+            "Application timeout caused pair closure",
+            "Gloo connectFullMesh failed with [127.0.0.1] Connection refused",
+            "failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?",
+            "wait timeout after 30000ms, keys: /default_pg/0//cpu//0/rank_1",
+            "NCCL error: remote process exited or there was a network error",
+        ],
+    )
+    def test_words_that_blame_another_rank(self, message: str) -> None:
+        assert raised(RuntimeError(message)).secondary
+
+    @pytest.mark.parametrize(
+        "error",
+        [
+            ValueError("boom"),
+            RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"),
+            RuntimeError("CUDA out of memory"),
+            ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"),  # the user's file server
+            DataError("the corpus is empty"),
+        ],
+    )
+    def test_an_error_of_its_own(self, error: Exception) -> None:
+        assert not raised(error).secondary
+
+    def test_an_error_because_of_a_lost_connection_is_a_consequence_too(self) -> None:
+        with pytest.raises(EnvironmentProblem) as caught:
+            try:
+                raise RuntimeError("Connection closed by peer")
+            except RuntimeError:
+                raise EnvironmentProblem("a rank never came") from None
+        assert describe(caught.value).secondary
+
+    def test_survives_a_round_trip_and_odd_text(self, tmp_path: Path) -> None:
+        report = raised(ValueError("surrogate \udcff"))
+        report.save(tmp_path / "logs" / "x.error.json")
+        assert load_report(tmp_path / "logs" / "x.error.json") == report
+        assert load_report(tmp_path / "absent.json") is None
+
+    def test_a_broken_str_does_not_hide_the_error(self) -> None:
+        class Broken(Exception):
+            def __str__(self) -> str:
+                raise TypeError("no")
+
+        assert "cannot be printed" in raised(Broken()).message
+
+
+def died(rank: int, *, code: int | None = None, signal: int | None = None, by_us: bool = False) -> RankExit:
+    return RankExit(rank, code, signal, by_us, died_unix_s=100.0 + rank, detected_s=0.01)
+
+
+class TestVerdict:
+    def at(self, run_dir: Path, rank: int, step: int, phase: str) -> None:
+        BlackBox(black_box(run_dir, rank)).write(step, phase)
+
+    def test_the_earliest_cause_not_the_earliest_consequence(self, tmp_path: Path) -> None:
+        self.at(tmp_path, 2, 31, "backward")
+        early = replace(raised(RuntimeError("Connection closed by peer")), time_unix_s=1.0)
+        cause = replace(raised(ValueError("boom")), time_unix_s=2.0)
+        later = replace(raised(KeyError("other")), time_unix_s=3.0)
+        exits = {rank: died(rank, code=1) for rank in range(5)}
+        end = AttemptEnd(0, exits, {0: early, 2: cause, 3: early, 4: later})
+        end.exits[1] = died(1, signal=9, by_us=True)
+        failure = find_failure(end, tmp_path)
+        assert failure is not None
+        lines = failure.report.splitlines()
+        assert lines[0] == "rank 2 failed at step 31 in backward:"
+        assert lines[1].startswith("Traceback")
+        assert lines[-3:] == [
+            "ValueError: boom",
+            "ranks 0, 3: connection closed, because of that",
+            "rank 4: KeyError: 'other'",
+        ]
+        assert (failure.rank, failure.restartable, failure.exit_code) == (2, True, 1)
+
+    def test_the_earliest_consequence_where_no_cause_is_known(self, tmp_path: Path) -> None:
+        late = replace(raised(RuntimeError("Timed out waiting 8000ms")), time_unix_s=2.0)
+        end = AttemptEnd(0, {0: died(0, code=1), 1: died(1, code=1)}, {0: late, 1: replace(late, time_unix_s=1.0)})
+        failure = find_failure(end, tmp_path)
+        assert failure is not None
+        assert (failure.rank, failure.restartable) == (1, False)
+
+    def test_sigkill_hints_at_the_memory_killer(self, tmp_path: Path) -> None:
+        self.at(tmp_path, 1, 12, "forward")
+        end = AttemptEnd(0, {0: died(0, signal=9, by_us=True), 1: died(1, signal=9)})
+        failure = find_failure(end, tmp_path)
+        assert failure is not None
+        assert failure.summary == "rank 1 was killed by SIGKILL at step 12 in forward"
+        assert "out-of-memory killer" in failure.report
+        assert failure.restartable
+
+    @pytest.mark.parametrize(("code", "exit_code", "restartable"), [(7, 7, False), (11, 11, False), (42, 1, True)])
+    def test_an_exit_behind_our_back(self, tmp_path: Path, code: int, exit_code: int, restartable: bool) -> None:
+        self.at(tmp_path, 0, 3, "data")
+        failure = find_failure(AttemptEnd(0, {0: died(0, code=code)}), tmp_path)
+        assert failure is not None
+        assert (failure.exit_code, failure.restartable) == (exit_code, restartable)
+
+    def test_leaving_in_agreement_is_no_failure(self, tmp_path: Path) -> None:
+        assert find_failure(AttemptEnd(0, {0: died(0, code=75), 1: died(1, code=75)}), tmp_path) is None
+        assert find_failure(AttemptEnd(0, {0: died(0, code=0)}), tmp_path) is None
+
+
+class TestRestartPolicy:
+    def failure(self, step: int, signature: str = "killed by SIGKILL") -> Failure:
+        summary = f"rank 1 {signature} at step {step}"
+        return Failure(1, "signal", step, "forward", summary, signature, summary, signature, 1, True, 0.0)
+
+    def test_the_budget_is_a_rate(self) -> None:
+        policy = RestartPolicy(max_restarts=2, window_s=3600)
+        policy.admit(self.failure(1), now_s=0)
+        policy.admit(self.failure(2), now_s=1000)
+        with pytest.raises(RestartBudgetError, match="last cause: rank 1 killed by SIGKILL at step 3") as caught:
+            policy.admit(self.failure(3), now_s=2000)
+        assert caught.value.exit_code == 10
+        policy.admit(self.failure(4), now_s=3700)
+
+    def test_the_same_failure_three_times_in_a_row(self) -> None:
+        policy = RestartPolicy(max_restarts=100, window_s=3600)
+        for step in (5, 5, 6, 5, 5):
+            policy.admit(self.failure(step), now_s=0)
+        with pytest.raises(RestartBudgetError, match="deterministic failure at step 5"):
+            policy.admit(self.failure(5), now_s=0)
+
+    def test_no_restarts_at_all(self) -> None:
+        with pytest.raises(RestartBudgetError):
+            RestartPolicy(max_restarts=0, window_s=3600).admit(self.failure(1), now_s=0)

@@ -1,0 +1,177 @@
+"""The run lock: one live job, no dead one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.checkpoint import locks
+from phalanx.checkpoint.locks import LOCK_NAME, hold_run_lock
+from phalanx.core.errors import ResourceError, RunLockedError
+
+HOLD = """
+import sys
+from pathlib import Path
+from phalanx.checkpoint.locks import hold_run_lock
+with hold_run_lock(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+RACE = """
+import sys
+from pathlib import Path
+from phalanx.checkpoint.locks import hold_run_lock
+from phalanx.core.errors import RunLockedError
+sys.stdin.readline()
+try:
+    with hold_run_lock(Path(sys.argv[1])):
+        print("won", flush=True)
+        sys.stdin.read()
+except RunLockedError:
+    print("refused", flush=True)
+"""
+
+
+def start(program: str, run_dir: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", program, str(run_dir)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.communicate(timeout=20)
+
+
+def written(run_dir: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run_dir / LOCK_NAME).read_text())
+    return found
+
+
+def leave(run_dir: Path, **changes: Any) -> dict[str, Any]:
+    """A lock as this process would have left it, with `changes`."""
+    with hold_run_lock(run_dir):
+        left = written(run_dir) | changes
+    (run_dir / LOCK_NAME).write_text(json.dumps(left))
+    return left
+
+
+def test_held_and_released(tmp_path: Path) -> None:
+    with hold_run_lock(tmp_path) as lock:
+        assert lock.reclaimed_from is None
+        holder = written(tmp_path)
+        assert holder["pid"] == os.getpid()
+        assert sorted(holder) == ["boot_id", "host", "pid", "since_unix_s", "start_time"]
+        assert abs(holder["since_unix_s"] - time.time()) < 60
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(KeyError), hold_run_lock(tmp_path):
+        raise KeyError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_live_job_is_named_at_once(tmp_path: Path) -> None:
+    process = start(HOLD, tmp_path)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        before = (tmp_path / LOCK_NAME).read_bytes()
+        started = time.monotonic()
+        with pytest.raises(RunLockedError) as caught, hold_run_lock(tmp_path):
+            pass
+        assert time.monotonic() - started < 0.5
+        line = str(caught.value)
+        assert f"process {process.pid} on {locks.socket.gethostname()} since 2" in line
+        assert "\n" not in line
+        assert caught.value.exit_code == 9
+        assert (tmp_path / LOCK_NAME).read_bytes() == before
+    finally:
+        end(process)
+    with hold_run_lock(tmp_path):
+        pass
+
+
+def test_one_process_cannot_hold_it_twice(tmp_path: Path) -> None:
+    with hold_run_lock(tmp_path):
+        with pytest.raises(RunLockedError), hold_run_lock(tmp_path):
+            pass
+        assert (tmp_path / LOCK_NAME).exists()
+
+
+def test_the_lock_of_a_killed_job_is_reclaimed(tmp_path: Path) -> None:
+    process = start(HOLD, tmp_path)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    process.kill()
+    end(process)
+    assert (tmp_path / LOCK_NAME).exists()
+    with hold_run_lock(tmp_path) as lock:
+        assert lock.reclaimed_from is not None
+        assert lock.reclaimed_from.pid == process.pid
+        assert written(tmp_path)["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize("changes", [{"start_time": 1.0}, {"boot_id": "another"}, {"pid": 2**22 + 1}])
+def test_a_reused_pid_or_another_boot_is_stale(tmp_path: Path, changes: dict[str, Any]) -> None:
+    left = leave(tmp_path, **changes)
+    with hold_run_lock(tmp_path) as lock:
+        assert lock.reclaimed_from is not None
+        assert lock.reclaimed_from.pid == left["pid"]
+
+
+def test_a_torn_lock_is_stale(tmp_path: Path) -> None:
+    (tmp_path / LOCK_NAME).write_text('{"host": "a", "pi')
+    with hold_run_lock(tmp_path) as lock:
+        assert lock.reclaimed_from is None
+
+
+def test_without_flock_a_live_process_still_counts(tmp_path: Path) -> None:
+    leave(tmp_path)  # names this very process, and nobody has the flock
+    with pytest.raises(RunLockedError, match=f"process {os.getpid()}"), hold_run_lock(tmp_path):
+        pass
+
+
+def test_another_host_is_refused_and_the_way_out_is_named(tmp_path: Path) -> None:
+    leave(tmp_path, host="far-away", boot_id="another")
+    with pytest.raises(RunLockedError) as caught, hold_run_lock(tmp_path):
+        pass
+    assert "far-away" in str(caught.value)
+    assert f"known to be gone, remove {tmp_path / LOCK_NAME}" in str(caught.value)
+    assert (tmp_path / LOCK_NAME).exists()
+
+
+def test_a_lock_that_somebody_else_took_meanwhile_is_left_alone(tmp_path: Path) -> None:
+    with hold_run_lock(tmp_path):
+        (tmp_path / LOCK_NAME).unlink()  # by hand, against all advice
+        with hold_run_lock(tmp_path):
+            theirs = written(tmp_path)
+            (tmp_path / LOCK_NAME).rename(tmp_path / "kept")
+            (tmp_path / LOCK_NAME).write_text("somebody else's")
+    assert theirs["pid"] == os.getpid()
+    assert (tmp_path / LOCK_NAME).read_text() == "somebody else's"
+
+
+@pytest.mark.parametrize("left_behind", [False, True])
+def test_of_many_racers_one_wins(tmp_path: Path, left_behind: bool) -> None:
+    if left_behind:
+        leave(tmp_path, start_time=1.0)
+    racers = [start(RACE, tmp_path) for _ in range(6)]
+    for racer in racers:
+        assert racer.stdin is not None
+        racer.stdin.write("go\n")
+        racer.stdin.flush()
+    said = [racer.stdout.readline().strip() for racer in racers if racer.stdout is not None]
+    for racer in racers:
+        end(racer)
+    assert sorted(said) == ["refused"] * 5 + ["won"]
+
+
+def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / LOCK_NAME).mkdir()
+    with pytest.raises(ResourceError), hold_run_lock(tmp_path):
+        pass
