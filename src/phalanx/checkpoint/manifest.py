@@ -11,6 +11,7 @@ from typing import Any
 
 import xxhash
 
+from phalanx.core.digest import canonical_json
 from phalanx.core.errors import CheckpointError
 
 FORMAT = 1
@@ -54,7 +55,9 @@ class Manifest:
     files: dict[str, StoredFile]
 
     def to_json(self) -> dict[str, Any]:
-        return {"format": FORMAT, **asdict(self)}
+        """The manifest's text as JSON, with its own checksum."""
+        body = {"format": FORMAT, **asdict(self)}
+        return {**body, "xxh3": body_xxh3(body)}
 
     @property
     def num_bytes(self) -> int:
@@ -73,10 +76,17 @@ def read_manifest(directory: Path) -> Manifest:
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         found = body.get("format") if isinstance(body, dict) else type(body).__name__
         raise CheckpointError(f"format {found!r} is not {FORMAT}", where=str(path), fix="use the release that wrote it")
+    if body.get("xxh3") != body_xxh3(body):
+        raise CheckpointError("the manifest is not what was written", where=str(path), why="its checksum differs")
     try:
         return _parse(body)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError("the manifest is damaged", where=str(path), why=repr(error)) from None
+
+
+def body_xxh3(body: Mapping[str, Any]) -> str:
+    """XXH3-64 of a manifest's content, whatever its spacing and order."""
+    return xxhash.xxh3_64_hexdigest(canonical_json({key: body[key] for key in body if key != "xxh3"}))
 
 
 def _parse(body: Mapping[str, Any]) -> Manifest:
@@ -85,7 +95,8 @@ def _parse(body: Mapping[str, Any]) -> Manifest:
             tuple(map(int, t["shape"])),
             str(t["dtype"]),
             tuple(
-                Piece(_file_name(p["file"]), str(p["key"]), tuple(p["offset"]), tuple(p["size"])) for p in t["pieces"]
+                Piece(_file_name(p["file"]), str(p["key"]), tuple(map(int, p["offset"])), tuple(map(int, p["size"])))
+                for p in t["pieces"]
             ),
         )
         for name, t in body["tensors"].items()
@@ -95,6 +106,9 @@ def _parse(body: Mapping[str, Any]) -> Manifest:
         for piece in tensor.pieces:
             if piece.file not in files:
                 raise ValueError(f"{name} is in {piece.file}, which is not listed")
+            for offset, size, length in zip(piece.offset, piece.size, tensor.shape, strict=True):
+                if not 0 <= offset <= offset + size <= length:
+                    raise ValueError(f"{name} has a piece outside its shape {list(tensor.shape)}")
     return Manifest(
         int(body["step"]),
         str(body["job_digest"]),

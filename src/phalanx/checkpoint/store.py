@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -139,24 +139,39 @@ def _commit(partial: Path, final: Path, manifest: Manifest) -> None:
     write_json_atomic(partial / MANIFEST, manifest.to_json())
     fsync_directory(partial)
     replaced = final.with_name(f".{final.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():  # this step was saved before (a run continued from an older checkpoint)
         os.rename(final, replaced)
-    os.rename(partial, final)
+    try:
+        os.rename(partial, final)
+    except OSError:
+        if replaced.exists():
+            os.rename(replaced, final)
+        raise
     fsync_directory(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def load(directory: Path, shards: Mapping[str, LogicalShard], *, mesh: Mesh, phases: Phases) -> Manifest:
+def load(
+    directory: Path,
+    shards: Mapping[str, LogicalShard],
+    *,
+    mesh: Mesh,
+    phases: Phases,
+    require: Callable[[Manifest], None] = lambda manifest: None,
+) -> Manifest:
     """Fill `shards` from a checkpoint of any layout. Collective.
 
     Names, shapes, types and checksums are checked and every block is read into staging on all ranks before any
-    tensor changes. Raises CheckpointError on every rank if any rank finds something wrong.
+    tensor changes; `require` may refuse the checkpoint by what its manifest says. Raises CheckpointError on every rank
+    if any rank finds something wrong.
     """
     with phases("ckpt_load"):
         staged: list[tuple[torch.Tensor, torch.Tensor]] = []
         manifests: list[Manifest] = []
         with _agreed(mesh, directory, "loading a checkpoint"):
             manifest = read_manifest(directory)
+            require(manifest)
             _require_same_names(directory, manifest, shards)
             staged = _stage(directory, manifest, shards)
             manifests.append(manifest)
@@ -194,9 +209,11 @@ def _stage(
     wanted: dict[str, list[tuple[Piece, LogicalShard, Box]]] = {}
     for name, shard in shards.items():
         for box in shard.boxes:
-            covered = 0
+            covered, seen = 0, []
             for piece in manifest.tensors[name].pieces:
                 if overlap := _overlap(box, piece):
+                    _require_apart(directory, name, piece, seen)
+                    seen.append(piece)
                     covered += _volume(overlap[1])
                     wanted.setdefault(piece.file, []).append((piece, shard, box))
             if covered != _volume(box.size):
@@ -208,6 +225,7 @@ def _stage(
             for piece, shard, box in reads:
                 start, size = _overlap(box, piece) or ((), ())
                 source = tensors.get_slice(piece.key)
+                _require_block(directory, source, piece, shard)
                 inside = tuple(slice(s - o, s - o + n) for s, o, n in zip(start, piece.offset, size, strict=True))
                 block = source[inside] if inside else tensors.get_tensor(piece.key)
                 target = shard.tensor[
@@ -218,6 +236,22 @@ def _stage(
                 ]
                 staged.append((target, block))
     return staged
+
+
+def _require_block(directory: Path, source: Any, piece: Piece, shard: LogicalShard) -> None:
+    """The file's own header must say what the manifest says, else a copy would cast or broadcast in silence."""
+    found = (tuple(source.get_shape()), source.get_dtype())
+    if found != (piece.size, _STORED_AS.get(shard.dtype)):
+        raise CheckpointError(
+            f"{piece.key} is {found[1]} {list(found[0])} in {piece.file}, not {shard.dtype} {list(piece.size)}",
+            where=str(directory),
+        )
+
+
+def _require_apart(directory: Path, name: str, piece: Piece, others: list[Piece]) -> None:
+    """Pieces that overlap could add up to a whole that has a hole."""
+    if any(_overlap(Box(other.offset, other.offset, other.size), piece) for other in others):
+        raise CheckpointError(f"{name} has pieces that overlap", where=str(directory))
 
 
 def _overlap(box: Box, piece: Piece) -> tuple[tuple[int, ...], tuple[int, ...]] | None:

@@ -76,7 +76,11 @@ def read_black_box(path: Path) -> Place | None:
     step, seconds, phase, collective = BlackBox._HEAD.unpack_from(raw)
     if not phase.strip(b"\0"):
         return None
-    return Place(step, seconds, phase.rstrip(b"\0").decode(), collective.rstrip(b"\0").decode())
+    return Place(step, seconds, _text(phase), _text(collective))
+
+
+def _text(raw: bytes) -> str:
+    return raw.rstrip(b"\0").decode(errors="replace")  # the writer cuts where the field ends
 
 
 class Phases:
@@ -92,11 +96,13 @@ class Phases:
 
     @contextmanager
     def __call__(self, name: str, collective: str = "") -> Iterator[None]:
-        self.enter(name, collective)
+        depth = len(self._stack)
         try:
+            self.enter(name, collective)  # a listener may raise
             yield
         finally:
-            self.leave(name)
+            if len(self._stack) > depth:
+                self.leave(name)
 
     def enter(self, name: str, collective: str = "") -> None:
         """Begin a phase; the enclosing one stops counting. For places where a `with` cannot stand (hooks)."""

@@ -36,6 +36,8 @@ def resolve(kind: str, package: str, attribute: str) -> Any:
             )
         return getattr(importlib.import_module(f"{package}.{kind}"), attribute)
     module_name, _, path = kind.partition(":")
+    if not all(part.isidentifier() for part in (*module_name.split("."), *path.split("."))):
+        raise LayoutError(f"{kind!r} is not package.module:name")
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

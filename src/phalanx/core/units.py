@@ -11,7 +11,7 @@ def format_bytes(num_bytes: float) -> str:
     """1536 -> '1.5 KiB'."""
     value = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(value) < 1024 or unit == "TiB":
+        if round(abs(value), 0 if unit == "B" else 1) < 1024 or unit == "TiB":
             return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     raise AssertionError
@@ -21,10 +21,10 @@ def format_count(count: float) -> str:
     """1234567 -> '1.23 M'."""
     value = float(count)
     for unit in ("", "K", "M", "B", "T"):
-        if abs(value) < 1000 or unit == "T":
+        if round(abs(value)) < 1000 or unit == "T":
             if unit == "":
                 return f"{value:.0f}"
-            digits = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
+            digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
             return f"{value:.{digits}f} {unit}"
         value /= 1000
     raise AssertionError
@@ -34,11 +34,11 @@ def format_seconds(seconds: float) -> str:
     """0.0123 -> '12.3 ms'; 75 -> '1 m 15 s'; 3725 -> '1 h 02 m'."""
     if not math.isfinite(seconds):
         return "?"
-    if seconds < 1e-3:
+    if seconds < 0.9995e-3:
         return f"{seconds * 1e6:.0f} us"
-    if seconds < 1:
+    if seconds < 0.9995:
         return f"{seconds * 1e3:.3g} ms"
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)
     if whole < 3600:

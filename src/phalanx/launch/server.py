@@ -161,7 +161,7 @@ class Server:
             self._link.close()
             for fd in (self._server_life_write, self._wakeup, self._wakeup_write):
                 os.close(fd)
-            arm_lifelines([self._supervisor_life], whole_group=True)
+            arm_lifelines([self._supervisor_life, self._server_life], whole_group=True)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             code = run()
             sys.stdout.flush()

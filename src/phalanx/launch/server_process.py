@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import phalanx
 from phalanx.core.files import resource_error
 from phalanx.launch.paths import server_log
 from phalanx.launch.rank_env import THREAD_VARIABLES
@@ -110,6 +109,6 @@ def start_server(run_dir: Path) -> ServerProcess:
 def _server_environment() -> dict[str, str]:
     """Ours, with one thread for each numerical library (unless set), and phalanx importable."""
     environment = dict.fromkeys(THREAD_VARIABLES, "1") | dict(os.environ)
-    home = str(Path(phalanx.__file__).parents[1])
+    home = str(Path(__file__).parents[2])
     environment["PYTHONPATH"] = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])
     return environment

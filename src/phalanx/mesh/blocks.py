@@ -18,5 +18,5 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
         return [part for name, part in named if fnmatch.fnmatchcase(name, pattern) and name.count(".") == depth]
     for part in module.modules():
         if isinstance(part, nn.ModuleList) and len(part) > 1 and len({type(item) for item in part}) == 1:
-            return list(part)
+            return list(dict.fromkeys(part))  # one block may stand in several places
     return []

@@ -62,7 +62,7 @@ def _fill_normal(shard: LogicalShard, std: float, key: int) -> None:
 def standard_normal(key: int, start: int, count: int) -> torch.Tensor:
     """Elements [start, start + count) of the endless fp32 sequence of standard normals named by `key`."""
     out = torch.empty(count, dtype=torch.float32)
-    chunk = 1 << 20  # bounds the scratch memory to 8 MiB
+    chunk = 1 << 16  # bounds the scratch memory to half a MiB
     for done in range(0, count, chunk):
         piece = min(chunk, count - done)
         out[done : done + piece] = _normals(key, start + done, piece)

@@ -76,7 +76,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + chunk)
             hidden, targets = hidden_ND[rows], targets_N[rows]
             valid = targets != IGNORE_INDEX
-            picked = targets.clamp(min=0)[:, None]
+            picked = targets.where(valid, 0)[:, None]  # any other negative target is refused by gather
             logits = (hidden @ head.T).to(wide)
             logits -= logits.amax(dim=1, keepdim=True)
             at_target = logits.gather(1, picked).squeeze(1)

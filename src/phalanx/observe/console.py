@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO, cast
 
 from phalanx.core.units import format_bytes, format_count, format_seconds
 from phalanx.observe import events
@@ -37,14 +37,48 @@ def open_console(stream: TextIO, *, total_steps: int, log_every: int, is_termina
     """A live bar if `stream` is a terminal, else one line each `log_every` steps. rich is imported only for the bar."""
     if is_terminal is None:
         is_terminal = stream.isatty()
+    quiet = QuietStream(stream)
     if not is_terminal:
-        return PlainConsole(stream, Pace(total_steps), log_every)
+        return PlainConsole(quiet, Pace(total_steps), log_every)
     from rich.console import Console as RichConsole
 
-    screen = RichConsole(file=stream, force_terminal=True, highlight=False, soft_wrap=True)
+    screen = RichConsole(file=cast(TextIO, quiet), force_terminal=True, highlight=False, soft_wrap=True)
     if screen.is_dumb_terminal:
-        return PlainConsole(stream, Pace(total_steps), log_every)
+        return PlainConsole(quiet, Pace(total_steps), log_every)
     return LiveConsole(screen, Pace(total_steps))
+
+
+class QuietStream:
+    """A stream that swallows what is written once it broke: rich would end the process on a closed pipe."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream: TextIO | None = stream
+        self.encoding = getattr(stream, "encoding", None) or "utf-8"
+
+    def write(self, text: str) -> int:
+        try:
+            if self._stream is not None:
+                self._stream.write(text)
+        except UnicodeEncodeError:  # an ASCII log: better a question mark than silence
+            return self.write(text.encode(self.encoding, errors="replace").decode(self.encoding))
+        except (OSError, ValueError):
+            self._stream = None
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            if self._stream is not None:
+                self._stream.flush()
+        except (OSError, ValueError):
+            self._stream = None
+
+    def isatty(self) -> bool:
+        return self._stream is not None and self._stream.isatty()
+
+    def fileno(self) -> int:
+        if self._stream is None:
+            raise OSError("the stream is broken")
+        return self._stream.fileno()
 
 
 @dataclass
@@ -200,7 +234,7 @@ def _last_line(text: str) -> str:
 class PlainConsole:
     """Lines for log files and pipes: no control characters, nothing redrawn."""
 
-    def __init__(self, stream: TextIO, pace: Pace, log_every: int) -> None:
+    def __init__(self, stream: QuietStream, pace: Pace, log_every: int) -> None:
         self._stream = stream
         self._pace = pace
         self._log_every = log_every
@@ -225,13 +259,9 @@ class PlainConsole:
         return "  ".join(parts)
 
     def say(self, line: str) -> None:
-        if not self._is_open:
-            return
-        try:
+        if self._is_open:
             self._stream.write(printable(line) + "\n")
             self._stream.flush()
-        except (OSError, ValueError):
-            self._is_open = False
 
     def tick(self) -> None:
         pass
@@ -262,13 +292,13 @@ class LiveConsole:
         from rich.text import Text
 
         if self._is_open:
-            self._guarded(lambda: self._screen.print(Text(printable(line), style=style)))
+            self._screen.print(Text(printable(line), style=style))
 
     def tick(self) -> None:
         now = time.monotonic()
         if self._is_open and self._pace.last is not None and now - self._drawn_s >= REDRAW_S:
             self._drawn_s = now
-            self._guarded(self._draw)
+            self._draw()
 
     def _draw(self) -> None:
         if not self._live.is_started:
@@ -278,18 +308,9 @@ class LiveConsole:
     def close(self) -> None:
         """Draw the last state, which stays on the screen, and give the cursor back."""
         if self._is_open and self._pace.last is not None:
-            self._guarded(self._draw)
+            self._draw()
         self._is_open = False
-        try:
-            self._live.stop()
-        except (OSError, ValueError):
-            pass
-
-    def _guarded(self, draw: Any) -> None:
-        try:
-            draw()
-        except (OSError, ValueError):
-            self._is_open = False
+        self._live.stop()
 
     def _frame(self) -> Any:
         from rich.console import Group
@@ -303,7 +324,7 @@ class LiveConsole:
         bar.add_column(ratio=1)
         bar.add_column(no_wrap=True)
         bar.add_row(
-            Text(f"step {pace.step}/{pace.total_steps}", style="bold"),
+            Text(f"step {pace.step:>{len(str(pace.total_steps))}}/{pace.total_steps}", style="bold"),
             ProgressBar(total=max(pace.total_steps, 1), completed=pace.step),
             Text(f"eta {_eta(pace.eta_s)}"),
         )

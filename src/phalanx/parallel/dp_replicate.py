@@ -8,7 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from phalanx.core.errors import LayoutError
 from phalanx.mesh.compat import ddp_buffer_option
+from phalanx.mesh.logical import full_name
 from phalanx.parallel.protocol import Order, Workpiece
 from phalanx.plan.planner import Plan
 
@@ -52,25 +54,36 @@ class _ExposedWait:
 
     def __init__(self, piece: Workpiece) -> None:
         self._phases = piece.phases
-        self._trainable = [p for p in piece.root.parameters() if p.requires_grad]
-        self._missing = 0
+        self._trainable = {p: name for name, p in piece.root.module.named_parameters() if p.requires_grad}
+        self._missing: set[torch.Tensor] = set()
         self._armed = self._waiting = False
         for parameter in self._trainable:
             parameter.register_post_accumulate_grad_hook(self._ready)
 
-    def _ready(self, _: torch.Tensor) -> None:
-        self._missing -= 1
-        if self._armed and self._missing == 0 and self._phases.current == "backward":
+    def _ready(self, parameter: torch.Tensor) -> None:
+        self._missing.discard(parameter)
+        if self._armed and not self._missing and self._phases.current == "backward":
             self._waiting = True
             self._phases.enter("collective", "all_reduce gradients")
 
     def arm(self) -> None:
         """Before a forward-backward whose gradients are reduced."""
-        self._missing, self._armed, self._waiting = len(self._trainable), True, False
+        self._missing, self._armed, self._waiting = set(self._trainable), True, False
 
     def disarm(self) -> None:
-        """When the backward has returned: every bucket has arrived."""
+        """When the backward has returned: every bucket has arrived.
+
+        Raises LayoutError if a parameter had no part in the loss: its bucket was not reduced, and so its neighbours'
+        gradients are those of this rank alone.
+        """
+        missing = self._missing if self._armed else ()
         self._armed = False
+        if missing:
+            names = sorted(full_name(self._trainable[parameter]) for parameter in missing)
+            raise LayoutError(
+                f"{len(names)} parameters had no part in the loss: {', '.join(names[:3])}",
+                fix="freeze them (requires_grad_(False)) or use them in every microbatch",
+            )
         if self._waiting:
             self._waiting = False
             self._phases.leave("collective")

@@ -5,15 +5,19 @@ Each block is one unit: gathered before use, freed after (zero_stage 3) or kept 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from phalanx.core.errors import LayoutError
 from phalanx.core.phases import Phases
 from phalanx.mesh.compat import fsdp_comm_classes
+from phalanx.mesh.logical import full_name
 from phalanx.parallel.protocol import Order, Workpiece
 from phalanx.plan.planner import Plan
 
@@ -28,15 +32,17 @@ class DpShard:
         layout = piece.plan.layout
         axes = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
         low = piece.compute_dtype is not torch.float32
+        _refuse_scalars(piece.root.module)
+        blocks = _self_contained(piece)
         # Inner units get their inputs in the compute type already; casting again would round rotary tables.
         mesh = piece.mesh.submesh(*axes)
         free = piece.plan.zero_stage == 3
-        for block in piece.blocks:
+        for block in blocks:
             policy = _policy(piece.compute_dtype, low, cast_inputs=False)
             fully_shard(block, mesh=mesh, reshard_after_forward=free, mp_policy=policy)
         # The root holds embedding and head, which the backward needs at once: freeing them would gather them twice.
         policy = _policy(piece.compute_dtype, low, cast_inputs=True)
-        fully_shard(piece.root, mesh=mesh, reshard_after_forward=free and not piece.blocks, mp_policy=policy)
+        fully_shard(piece.root, mesh=mesh, reshard_after_forward=free and not blocks, mp_policy=policy)
         piece.autocast = False
         units = [module for module in piece.root.modules() if isinstance(module, FSDPModule)]
         for unit in units:
@@ -49,7 +55,30 @@ class DpShard:
             root.set_is_last_backward(on)
             yield
 
-        piece.sync = sync
+        def rest() -> None:
+            for unit in units:
+                unit.reshard()
+
+        piece.sync, piece.rest = sync, rest
+
+
+def _refuse_scalars(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter.ndim == 0:
+            raise LayoutError(
+                f"parameter {full_name(name)} is a scalar, which cannot be split over dp_shard",
+                fix="give it the shape (1,), or set parallel.dp_shard=1",
+            )
+
+
+def _self_contained(piece: Workpiece) -> list[nn.Module]:
+    """The blocks that share no parameter with anything outside; the others stay in the root's unit.
+
+    A unit gathers and frees its parameters alone, so a parameter can belong to one unit only.
+    """
+    uses = Counter(p for _, p in piece.root.named_parameters(remove_duplicate=False))
+    own = [Counter(p for _, p in block.named_parameters(remove_duplicate=False)) for block in piece.blocks]
+    return [block for block, counts in zip(piece.blocks, own, strict=True) if all(uses[p] == counts[p] for p in counts)]
 
 
 def _policy(compute: torch.dtype, low: bool, *, cast_inputs: bool) -> MixedPrecisionPolicy:

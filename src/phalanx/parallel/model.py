@@ -48,6 +48,16 @@ class StepFacts:
         return self.finite and self.num_targets > 0
 
 
+NORM_PIECE = 1 << 16  # elements
+
+
+def _pieces(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    """`gradients` cut small: the CPU's norm adds squares one after another in fp32 and loses 0.2 % of 50 M elements."""
+    if gradients[0].device.type != "cpu":
+        return gradients
+    return [piece for gradient in gradients for piece in gradient.reshape(-1).split(NORM_PIECE)]
+
+
 class ParallelModel:
     """This rank's part of a model, and the calls that train it."""
 
@@ -73,9 +83,11 @@ class ParallelModel:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters an optimizer updates: this rank's shards, as DTensors where they are sharded."""
+        self._piece.rest()
         return self.module.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        self._piece.rest()
         return self.module.named_parameters()
 
     def train(self, mode: bool = True) -> None:
@@ -90,6 +102,7 @@ class ParallelModel:
         return self._shards()[1]
 
     def _shards(self) -> tuple[dict[str, LogicalShard], dict[str, str]]:
+        self._piece.rest()
         return module_shards(self.module, replica=self.mesh.rank, num_replicas=self.mesh.world_size)
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -143,7 +156,7 @@ class ParallelModel:
         gradients = [g for g in gradients if g.numel()]
         squares = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if gradients:
-            squares = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+            squares = torch.stack(torch._foreach_norm(_pieces(gradients))).double().square().sum()
         # Ranks that hold the same gradient each bring an equal part of its square.
         squares = squares / self.plan.layout.dp_replicate
         vector = torch.stack((sums.loss_sum, sums.num_targets, squares))

@@ -56,6 +56,7 @@ class Workpiece:
     after_backward: Callable[[], None] = lambda: None
     autocast: bool = True  # False where a transform itself casts parameters and inputs
     materialize: Callable[[], None] = lambda: None
+    rest: Callable[[], None] = lambda: None  # gives weights back that a forward without a backward left gathered
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -172,6 +172,12 @@ def _choose_ranks(job: Job, cluster: Cluster, running: int | None) -> tuple[int,
     degrees = (job.parallel.dp_replicate or 1) * (job.parallel.dp_shard or 1)
     if job.parallel.dp_replicate and job.parallel.dp_shard:
         asked = asked or degrees
+        if asked != degrees:
+            raise LayoutError(
+                f"parallel.dp_replicate {job.parallel.dp_replicate} x dp_shard {job.parallel.dp_shard} makes {degrees} "
+                f"ranks, and parallel.ranks is {asked}",
+                fix=f"set parallel.ranks={degrees}",
+            )
     if running is not None:
         if asked is not None and asked != running:
             raise LayoutError(
@@ -210,9 +216,10 @@ def _split_batch(job: Job, ranks: int) -> tuple[int, int]:
     """(micro_batch_size, microbatches per rank and step)."""
     batch = job.train.global_batch_size
     if batch % ranks:
+        multiples = [batch // ranks * ranks, (batch // ranks + 1) * ranks]
         raise LayoutError(
             f"{ranks} ranks do not divide train.global_batch_size {batch}",
-            fix=f"nearest batch: {batch // ranks * ranks or ranks} or {(batch // ranks + 1) * ranks}; "
+            fix=f"nearest batch: {nearest(batch, [m for m in multiples if m])}; "
             f"nearest ranks: {nearest(ranks, divisors(batch))}",
         )
     share = batch // ranks

@@ -14,12 +14,13 @@ from typing import Any
 
 from phalanx.report.markup import Html, join, json_island, table, tag
 from phalanx.report.sample import buckets, extremes
-from phalanx.report.scales import Scale, scale_for, tick_text, whole_ticks
+from phalanx.report.scales import Scale, scale_for, tick_texts, whole_ticks
 
 MAX_POINTS = 1200  # two per pixel column of the plot: more cannot be seen
 MAX_COLUMNS = 120
 MAX_TABLE_ROWS = 40
 MAX_MARKS = 150
+MIN_SHARE = 0.002  # of a bar: less is not a pixel; the tables have it
 MIN_LABEL_GAP = 0.075  # of the plot's height, so that labels beside it do not overlap
 
 _SIZE = 1000  # of the SVG's own coordinates, both ways
@@ -167,9 +168,9 @@ def stacked_bar(parts: Mapping[str, float], classes: Mapping[str, str], whole: f
     """A horizontal bar, `whole` being its full width. Each piece is named where it is wide enough, and on hover."""
     pieces = []
     for name, value in parts.items():
-        if not (math.isfinite(value) and value > 0 and whole > 0):
+        share = min(value / whole, 1.0) if math.isfinite(value) and whole > 0 else 0.0
+        if share < MIN_SHARE:
             continue
-        share = min(value / whole, 1.0)
         label = name if share * 100 > 1.1 * len(name) + 2 else ""
         style = f"width:{100 * share:.3f}%"
         pieces.append(tag("i", tag("span", label), class_=classes[name], style=style, title=f"{name}: {texts[name]}"))
@@ -199,10 +200,12 @@ def _figure(
     x_ticks = whole_ticks(x_scale.low, x_scale.high, 8) or [round(x_scale.low)]
     grid = [_path(_horizontal(y_scale(tick)), "grid") for tick in y_ticks]
     labels = [
-        tag("span", tick_text(tick), class_="ytick", style=f"bottom:{100 * y_scale(tick):.2f}%") for tick in y_ticks
+        tag("span", text, class_="ytick", style=f"bottom:{100 * y_scale(tick):.2f}%")
+        for tick, text in zip(y_ticks, tick_texts(y_ticks), strict=True)
     ]
     labels += [
-        tag("span", tick_text(tick), class_="xtick", style=f"left:{100 * x_scale(tick):.2f}%") for tick in x_ticks
+        tag("span", text, class_="xtick", style=f"left:{100 * x_scale(tick):.2f}%")
+        for tick, text in zip(x_ticks, tick_texts(x_ticks), strict=True)
     ]
     svg = tag(
         "svg",

@@ -9,7 +9,7 @@ from phalanx.core.units import MIB
 from phalanx.report.charts import LineChart, Mark, Reference, Series, line_chart
 from phalanx.report.facts import RunFacts
 from phalanx.report.markup import Html, tag
-from phalanx.report.sample import smooth
+from phalanx.report.sample import running_median, smooth
 
 
 def curves(facts: RunFacts) -> Html:
@@ -45,9 +45,20 @@ def skips(facts: RunFacts, steps: Sequence[float], values: Sequence[float]) -> l
     ]
 
 
-def _with_smoothed(steps: Sequence[float], values: Sequence[float], end_label: str = "") -> list[Series]:
-    span = max(5, min(len(steps) // 40, 1000))
-    name = f"smoothed over {span} steps"
+def _span(num_steps: int) -> int:
+    return max(5, min(num_steps // 40, 1000))
+
+
+def _with_median(steps: Sequence[float], values: Sequence[float]) -> list[Series]:
+    """For what has spikes that are news of one step only (a save, a burst): a median does not smear them."""
+    span = _span(len(steps))
+    usual = Series(f"median of {span}", steps, running_median(values, span), "s0")
+    return [Series("each step", steps, values, "raw"), usual]
+
+
+def _with_mean(steps: Sequence[float], values: Sequence[float], end_label: str) -> list[Series]:
+    span = _span(len(steps))
+    name = f"mean of {span}"
     return [
         Series("each step", steps, values, "raw"),
         Series(name, steps, smooth(values, span), "s0", end_label=end_label),
@@ -56,7 +67,7 @@ def _with_smoothed(steps: Sequence[float], values: Sequence[float], end_label: s
 
 def loss_chart(facts: RunFacts) -> Html:
     steps = facts.steps
-    series = _with_smoothed(steps.step, steps.loss, end_label="training")
+    series = _with_mean(steps.step, steps.loss, end_label="training")
     if facts.evals:
         label = f"held-out {facts.evals[-1].loss:.3f}"
         at, losses = [event.step for event in facts.evals], [event.loss for event in facts.evals]
@@ -103,7 +114,7 @@ def norm_chart(facts: RunFacts) -> Html:
         title="Gradient norm",
         y_label="global L2 norm before clipping",
         unit="",
-        series=_with_smoothed(steps.step, steps.grad_norm),
+        series=_with_median(steps.step, steps.grad_norm),
         marks=[*restarts(facts), *skips(facts, steps.step, steps.grad_norm)],
         zero=True,
         may_be_log=True,
@@ -118,7 +129,7 @@ def throughput_chart(facts: RunFacts) -> Html:
         title="Throughput",
         y_label="tokens per second",
         unit="tokens/s",
-        series=_with_smoothed(steps.step, steps.tokens_per_s),
+        series=_with_median(steps.step, steps.tokens_per_s),
         marks=restarts(facts),
         zero=True,
         x_range=x_range(facts),

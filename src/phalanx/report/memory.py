@@ -13,6 +13,7 @@ from phalanx.report.markup import Html, table, tag
 
 MAX_RANKS = 32
 TOTAL = "peak"
+UNATTRIBUTED = "not attributed"
 
 _ORDER = ("parameters", "gradients", "optimizer", "activations", "loss", "communication")
 _CLASSES = ("g1", "g0", "g4", "g2", "g5", "g3", "g7", "g6", "g8", "g9")
@@ -65,7 +66,12 @@ def total(parts: Mapping[str, float]) -> float:
 
 def bar(parts: Mapping[str, float], whole: float, colour: Mapping[str, str]) -> Html:
     shown = {name: float(parts[name]) for name in categories(parts)}
-    return stacked_bar(shown, colour, whole, {name: words.num_bytes(value) for name, value in shown.items()})
+    unattributed = total(parts) - sum(shown.values())
+    if unattributed > 0:  # a peak can be measured where its parts cannot
+        shown[UNATTRIBUTED] = unattributed
+    return stacked_bar(
+        shown, {**colour, UNATTRIBUTED: "hatch"}, whole, {name: words.num_bytes(value) for name, value in shown.items()}
+    )
 
 
 def _rank_row(rank: int, event: MemoryMeasured, whole: float, colour: Mapping[str, str]) -> list[Html | str]:

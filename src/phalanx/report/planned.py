@@ -82,7 +82,9 @@ def _alternatives(plan: dict[str, Any]) -> Html:
         chosen = item.get("chosen") is True
         name = tag("span", as_text(item.get("name"), "unnamed"), class_="chosen" if chosen else None)
         fits = "yes" if item.get("fits") is True else "no" if item.get("fits") is False else "–"
-        why = ("chosen: " if chosen else "") + as_text(item.get("why"), "")
+        why = as_text(item.get("why"), "")
+        if chosen and not why.startswith("chosen"):
+            why = f"chosen: {why}" if why else "chosen"
         layout = words.layout(as_dict(item.get("layout")))
         rows.append(
             [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -54,3 +55,18 @@ def smooth(ys: Sequence[float], span: int) -> list[float]:
         count = counts[end] - counts[begin]
         averages.append((sums[end] - sums[begin]) / count if count else math.nan)
     return averages
+
+
+def running_median(ys: Sequence[float], span: int) -> list[float]:
+    """The (upper) median of the same neighbours."""
+    window: list[float] = []  # sorted
+    half, medians = span // 2, []
+    for row in range(-half, len(ys)):
+        arriving, leaving = row + half, row - half - 1
+        if arriving < len(ys) and math.isfinite(ys[arriving]):
+            insort(window, ys[arriving])
+        if leaving >= 0 and math.isfinite(ys[leaving]):
+            del window[bisect_left(window, ys[leaving])]
+        if row >= 0:
+            medians.append(window[len(window) // 2] if window else math.nan)
+    return medians

@@ -79,15 +79,18 @@ def _log_ticks(low: float, high: float) -> list[float]:
     return [tick for tick in ticks if low <= tick <= high]
 
 
-def tick_text(value: float) -> str:
-    """12000 -> '12k'; 0.003 -> '0.003'; 1e-5 -> '1e-5'."""
-    if value == 0:
-        return "0"
+def tick_texts(ticks: Sequence[float]) -> list[str]:
+    """[0, 5000, 10000] -> ['0', '5k', '10k']; 0.003 -> '0.003'; 1e-5 -> '1e-5'."""
+    largest = max((abs(tick) for tick in ticks), default=0.0)
+    return [_tick_text(tick, largest) for tick in ticks]
+
+
+def _tick_text(value: float, largest: float) -> str:
     size = abs(value)
-    if size < 1e-3:
+    if 0 < size < 1e-3:
         mantissa, _, power = f"{value:.3g}".partition("e")
         return f"{mantissa}e{int(power)}" if power else mantissa
-    for limit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if size >= limit:
-            return f"{value / (1e3 if suffix == 'k' else limit):.6g}{suffix}"
+    for limit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if size >= limit and largest >= 1e4:
+            return f"{value / limit:.6g}{suffix}"
     return f"{value:.6g}"

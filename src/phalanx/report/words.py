@@ -59,7 +59,8 @@ def nats(value: float) -> str:
 def percent(part: float, whole: float, *, signed: bool = False) -> str:
     if not (math.isfinite(part) and math.isfinite(whole) and whole):
         return "–"
-    return f"{100 * part / whole:+.1f} %" if signed else f"{100 * part / whole:.1f} %"
+    value = round(100 * part / whole, 1) or 0.0  # never "-0.0"
+    return f"{value:+.1f} %" if signed and value else f"{value:.1f} %"
 
 
 def clock(unix_s: float) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from phalanx.checkpoint import store
+from phalanx.checkpoint.manifest import Manifest
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import LogicalShard
@@ -61,11 +62,16 @@ class TrainState:
 
     def restore(self, directory: Path, *, phases: Phases) -> None:
         """Continue from a checkpoint. Collective; raises CheckpointError with the state untouched."""
-        manifest = store.load(directory, self.shards(), mesh=self.model.mesh, phases=phases)
-        facts = manifest.facts
-        if facts["seed"] != self.seed:
-            raise CheckpointError(
-                f"it was written with run.seed {facts['seed']}, not {self.seed}", where=str(directory)
-            )
+
+        def require(manifest: Manifest) -> None:
+            missing = sorted(set(self.facts()) - set(manifest.facts))
+            if missing:
+                raise CheckpointError(f"it does not say {', '.join(missing)}", where=str(directory))
+            seed = manifest.facts["seed"]
+            if seed != self.seed:
+                raise CheckpointError(f"it was written with run.seed {seed}, not {self.seed}", where=str(directory))
+
+        shards = self.shards()
+        facts = store.load(directory, shards, mesh=self.model.mesh, phases=phases, require=require).facts
         self.step, self.tokens_seen = int(facts["step"]), int(facts["tokens_seen"])
         self.samples_seen = int(facts["samples_seen"])

@@ -1,0 +1,177 @@
+"""Run one contender on one case and look at it from outside: times it leaves behind, peak memory from /proc."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from phalanx.bench.cases import NUM_RANKS, Row
+from phalanx.bench.contenders import RankTimes, command_of, find_rank_pids, read_times
+from phalanx.core.units import KIB
+
+SAMPLE_S = 0.05
+ROW_TIMEOUT_S = 600.0
+STOP_S = 15.0
+NUM_DATA_TOKENS = 400_000
+# What a launcher around us may have set, and would be taken for a rank's place.
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class RowError(Exception):
+    """A contender failed: its exit code or what is missing, and its last words."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One row. Times in seconds, over ranks the slowest; `step_s` without the warm-up steps."""
+
+    step_s: list[float]
+    median_step_s: float
+    tokens_per_s: float
+    first_step_s: float
+    peak_rss_bytes: list[int]
+    losses: list[float]
+    wall_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def write_data(path: Path, vocab_size: int) -> None:
+    """Random token ids, small ones more often, so that there is something to learn."""
+    ids = vocab_size * np.random.default_rng(0).random(NUM_DATA_TOKENS) ** 4
+    np.save(path, ids.astype(np.uint16))
+
+
+def measure(row: Row, *, data: Path, out: Path, steps: int, warmup: int) -> Measurement:
+    """Start the row's contender in `out` (made and removed here), wait for its end. Raises RowError."""
+    out.mkdir(parents=True)
+    try:
+        command = command_of(row.contender, row.case, data=data, out=out, steps=warmup + steps)
+        with open(out / "output.log", "wb") as log:
+            started_unix_s = time.time()
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=_environment(os.environ)
+            )
+            try:
+                peaks = _watch(process, row.contender, out)
+            finally:
+                _stop(process)
+        if process.returncode != 0:
+            raise RowError(f"exit status {process.returncode}: {_last_words(out)}")
+        try:
+            times = read_times(row.contender, out)
+        except (OSError, ValueError, TypeError) as error:
+            raise RowError(f"no times: {error}; {_last_words(out)}") from None
+        if len(peaks) != NUM_RANKS:
+            raise RowError("the ranks were gone before their memory could be read")
+        return summarise(
+            times,
+            peaks,
+            started_unix_s=started_unix_s,
+            ended_unix_s=time.time(),
+            steps=steps,
+            warmup=warmup,
+            tokens_per_step=row.case.tokens_per_step,
+        )
+    finally:
+        shutil.rmtree(out, ignore_errors=True)
+
+
+def summarise(
+    ranks: list[RankTimes],
+    peak_rss_bytes: list[int],
+    *,
+    started_unix_s: float,
+    ended_unix_s: float,
+    steps: int,
+    warmup: int,
+    tokens_per_step: int,
+) -> Measurement:
+    """A step lasts from the end of the step before to its own end, whatever happens between; the slowest rank counts.
+
+    Raises RowError if a rank has another number of steps.
+    """
+    for rank, times in enumerate(ranks):
+        if len(times.ended_unix_s) != warmup + steps:
+            raise RowError(f"rank {rank} has {len(times.ended_unix_s)} steps instead of {warmup + steps}")
+    ends = np.array([times.ended_unix_s for times in ranks])  # [ranks, steps]
+    step_s = np.diff(ends, axis=1).max(axis=0)[warmup - 1 :]
+    median_step_s = float(np.median(step_s))
+    return Measurement(
+        step_s=[round(float(value), 5) for value in step_s],
+        median_step_s=median_step_s,
+        tokens_per_s=tokens_per_step / median_step_s,
+        first_step_s=float(ends[:, 0].max()) - started_unix_s,
+        peak_rss_bytes=peak_rss_bytes,
+        losses=np.mean([times.losses for times in ranks], axis=0).tolist(),
+        wall_s=ended_unix_s - started_unix_s,
+    )
+
+
+def _environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The same for every contender: one thread for each rank, and gloo on the loopback interface."""
+    kept = {name: value for name, value in environ.items() if name not in LAUNCHER_VARIABLES}
+    loopback = "lo" if Path("/sys/class/net/lo").exists() else "lo0"
+    return {"GLOO_SOCKET_IFNAME": loopback} | kept | {"OMP_NUM_THREADS": "1"}
+
+
+def _watch(process: subprocess.Popen[bytes], contender: str, out: Path) -> list[int]:
+    """Wait for the end of `process`; the last peak seen of each rank, bytes. Raises RowError on a timeout."""
+    peaks: dict[int, int] = {}
+    pids: list[int] = []
+    until = time.monotonic() + ROW_TIMEOUT_S
+    while process.poll() is None:
+        if time.monotonic() > until:
+            raise RowError(f"not done after {ROW_TIMEOUT_S:g} s: {_last_words(out)}")
+        pids = pids or find_rank_pids(contender, process.pid, out)
+        for pid in pids:
+            peaks[pid] = max(peaks.get(pid, 0), peak_rss_bytes(pid))
+        time.sleep(SAMPLE_S)
+    return [peaks[pid] for pid in pids if peaks.get(pid)]
+
+
+def peak_rss_bytes(pid: int) -> int:
+    """VmHWM: the most memory that was ever resident, pages shared with other processes included; 0 if it is gone."""
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:
+            line = next((line for line in file if line.startswith(b"VmHWM:")), b"VmHWM: 0 kB")
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return int(line.split()[1]) * KIB
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Nothing that was started outlives its row."""
+    if process.poll() is not None:
+        return
+    try:
+        below = psutil.Process(process.pid).children(recursive=True)
+    except psutil.Error:
+        below = []
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    for child in below:
+        try:
+            child.kill()
+        except psutil.NoSuchProcess:
+            pass
+
+
+def _last_words(out: Path, num_lines: int = 5) -> str:
+    lines = (out / "output.log").read_text(errors="replace").splitlines()
+    return " | ".join(line.strip() for line in lines[-num_lines:]) or "it said nothing"

@@ -1,0 +1,180 @@
+"""What a person sees: plain lines away from a terminal, a live bar on one."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+
+from phalanx.observe import events
+from phalanx.observe.console import Console, describe, open_console
+from phalanx.observe.events import EVENTS, Envelope, Event, StepFinished
+
+CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
+
+
+def step(number: int, *, rank: int = 0, attempt: int = 0, step_s: float = 0.1, loss: float = 2.5) -> Envelope:
+    event = StepFinished(
+        number, loss, 4096, number * 4096, 2.9e-3, 0.81, step_s, 4096 / step_s, {"forward": 0.05}, 0.01, 2**29
+    )
+    return Envelope(event, rank, attempt, 100.0 + number)
+
+
+def tell(event: Event, rank: int = 0) -> Envelope:
+    return Envelope(event, rank, 0, 1.0)
+
+
+def plain(total_steps: int = 100, log_every: int = 10) -> tuple[io.StringIO, Console]:
+    stream = io.StringIO()
+    return stream, open_console(stream, total_steps=total_steps, log_every=log_every)
+
+
+def test_one_line_each_log_every_steps_and_at_both_ends() -> None:
+    stream, console = plain(total_steps=25)
+    for number in range(1, 26):
+        console.write(step(number))
+        console.tick()
+    console.close()
+    shown = [line.split()[1] for line in stream.getvalue().splitlines()]
+    assert shown == ["1/25", "10/25", "20/25", "25/25"]
+
+
+def test_the_numbers_of_a_line_are_those_of_the_step() -> None:
+    stream, console = plain()
+    console.write(step(10, loss=2.43124))
+    wanted = "step 10/100  loss 2.4312  lr 2.9e-03  norm 0.81  41.0k tok/s  100 ms/step  eta 9.0 s  mem 512 MiB\n"
+    assert stream.getvalue() == wanted
+
+
+def test_speed_forgets_the_slow_first_steps() -> None:
+    stream, console = plain(log_every=40)
+    for number in range(1, 41):
+        console.write(step(number, step_s=5.0 if number <= 3 else 0.1))
+    assert "100 ms/step" in stream.getvalue().splitlines()[-1]
+
+
+def test_memory_is_that_of_the_largest_rank() -> None:
+    stream, console = plain()
+    fat = StepFinished(9, 2.5, 1, 1, 1e-3, 1.0, 0.1, 10.0, {}, 0.0, 3 * 2**30)
+    console.write(Envelope(fat, 1, 0, 1.0))
+    console.write(step(10))
+    assert len(stream.getvalue().splitlines()) == 1
+    assert "mem 3 GiB" in stream.getvalue()
+
+
+def test_steps_done_again_after_a_restart_are_shown_as_they_come() -> None:
+    stream, console = plain(log_every=10)
+    for number in range(1, 16):
+        console.write(step(number))
+    console.write(tell(events.RankFailed(1, 15, "backward", "signal", "SIGKILL", 0.3), rank=-1))
+    console.write(tell(events.RestartScheduled(1, 3, 10), rank=-1))
+    for number in range(11, 21):
+        console.write(step(number, attempt=1))
+    lines = stream.getvalue().splitlines()
+    assert lines[2] == "rank 1 failed at step 15 in backward: signal, SIGKILL, seen after 300 ms"
+    assert lines[3] == "restart 1 of at most 3, from step 10"
+    assert [line.split()[1] for line in lines if line.startswith("step")] == ["1/100", "10/100", "11/100", "20/100"]
+    assert "eta 8.0 s" in lines[-1]
+
+
+def test_not_a_number_is_shown_and_breaks_nothing() -> None:
+    stream, console = plain()
+    console.write(step(1, loss=math.nan, step_s=math.nan))
+    console.write(tell(events.StepSkipped(1, "nonfinite_gradients", math.nan, 0, 32)))
+    assert "loss nan" in stream.getvalue()
+    assert "skipped step 1: nonfinite gradients (gradient norm not finite)" in stream.getvalue()
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+@pytest.mark.parametrize("kind", sorted(EVENTS))
+def test_no_event_can_move_the_cursor(kind: str, is_terminal: bool) -> None:
+    """Text of a run is untrusted: it reaches the terminal without control characters, whatever the event."""
+    evil = "\x1b[2J\r\x07[red]x\u009b1m\nnext"
+    values = {"str": evil, "int": 1, "float": math.nan, "dict[str, int]": {evil: 2}, "dict[str, float]": {evil: 1.0}}
+    values |= {"dict[str, Any]": {"why": evil}, "list[int]": [1]}
+    event = EVENTS[kind](**{item.name: values[str(item.type)] for item in fields(EVENTS[kind])})
+    line = describe(tell(event))
+    assert line is None or not CONTROL.search(line)
+    stream = io.StringIO()
+    console = open_console(stream, total_steps=10, log_every=1, is_terminal=is_terminal)
+    console.write(tell(event))
+    console.say("a rank said " + evil)
+    console.close()
+    assert "\x1b[2J" not in stream.getvalue()
+    assert "\x07" not in stream.getvalue()
+    if not is_terminal:
+        assert not CONTROL.search(stream.getvalue())
+
+
+def test_live_bar_shows_the_state_and_events_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    stream = io.StringIO()
+    console = open_console(stream, total_steps=100, log_every=10, is_terminal=True)
+    console.write(step(40))
+    console.write(tell(events.CheckpointSaved(40, "checkpoints/step-40", 2**20, 0.1)))
+    console.write(tell(events.RestartScheduled(1, 3, 40), rank=-1))
+    console.write(step(41, attempt=1))
+    console.close()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    assert "step  41/100" in text
+    assert "restarts 1" in text
+    assert "saved checkpoint of step 40: checkpoints/step-40 (1.0 MiB, 100 ms)" in text
+    assert "\x1b[?25h" in stream.getvalue(), "the cursor is given back"
+
+
+def test_live_bar_honours_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", "1")
+    stream = io.StringIO()
+    console = open_console(stream, total_steps=100, log_every=10, is_terminal=True)
+    console.write(step(40))
+    console.write(tell(events.StepSkipped(41, "no_targets", 0.0, 0, 32)))
+    console.close()
+    assert not re.search(r"\x1b\[[0-9;]*3[0-7]m|\x1b\[[0-9;]*38;", stream.getvalue())
+
+
+def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    stream = io.StringIO()
+    console = open_console(stream, total_steps=10, log_every=1, is_terminal=True)
+    console.write(step(1))
+    console.close()
+    assert stream.getvalue().startswith("step 1/10  loss")
+
+
+class BrokenStream(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_broken_pipe_silences_the_console(is_terminal: bool) -> None:
+    console = open_console(BrokenStream(), total_steps=10, log_every=1, is_terminal=is_terminal)
+    for number in (1, 2):
+        console.write(step(number))
+        console.say("x")
+        console.tick()
+    console.close()
+    console.close()
+
+
+def test_an_ascii_stream_gets_question_marks() -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    open_console(stream, total_steps=10, log_every=1).say("naïve")
+    assert raw.getvalue() == b"na?ve\n"
+
+
+def test_rich_is_imported_only_for_a_terminal() -> None:
+    code = (
+        "import io, sys; from phalanx.observe.console import open_console;"
+        "open_console(io.StringIO(), total_steps=1, log_every=1);"
+        "sys.exit('rich' in sys.modules or 'torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,429 @@
+"""The page: complete in itself, escaped, equal to the events, and made from whatever a run left behind."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.core.errors import ResourceError
+from phalanx.job.schema import Job
+from phalanx.observe import events
+from phalanx.observe.bus import event_path
+from phalanx.observe.events import Envelope, Event, StepFinished
+from phalanx.report import write_report
+from phalanx.report.page import CONTENT_SECURITY
+from phalanx.report.reduce import reduce_run
+
+EVIL = '<script>alert("x")</script></pre><img src=https://evil.example/x onerror=alert(1)>&amp;\x1b[31m\ud800'
+VOID = {"meta", "link", "br"}
+LAYOUT = {"pp": 1, "dp_replicate": 2, "dp_shard": 1, "cp": 1, "tp": 1, "ep": 1}
+SIZES = {"parameters": 1000 * 2**10, "activations": 3000 * 2**10}
+
+
+class Page(HTMLParser):
+    """Parses a page and fails on markup that is not balanced; collects text, tags and attributes."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(convert_charrefs=True)
+        self.source = path.read_text(encoding="utf-8")
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(self.source)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] not in (["script"], ["style"]):
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+    def attributes(self, name: str) -> list[str]:
+        return [value or "" for _, attributes in self.tags for key, value in attributes.items() if key == name]
+
+
+class Run:
+    """Writes the files of a run, a tenth of a second per event."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.now_s = directory, 1_700_000_000.0
+
+    def say(self, event: Event, *, rank: int = 0, attempt: int = 0) -> None:
+        self.now_s += 0.1
+        self.raw(Envelope(event, rank, attempt, self.now_s).to_line() + "\n", rank=rank, attempt=attempt)
+
+    def raw(self, text: str, *, rank: int = 0, attempt: int = 0) -> None:
+        path = event_path(self.directory, rank, attempt)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a", encoding="utf-8", errors="surrogatepass") as file:
+            file.write(text)
+
+    def start(self, *, attempt: int = 0, at: int = 0, total: int = 30) -> None:
+        self.say(events.RunStarted("a-run", "d", 2, at, total, "cpu", LAYOUT, "", 1.0), attempt=attempt)
+
+    def steps(self, numbers: Iterable[int], *, attempt: int = 0, ranks: int = 2, loss: float = 3.0) -> None:
+        for number in numbers:
+            for rank in range(ranks):
+                self.say(step(number, loss=loss - 0.01 * number, rank=rank), rank=rank, attempt=attempt)
+
+
+def step(number: int, *, loss: float = 3.0, rank: int = 0, step_s: float = 0.1) -> StepFinished:
+    phases_s = {"data": 0.01, "forward": 0.03, "backward": 0.04, "ckpt_write": 0.005, "novel": 0.001}
+    spare_s = step_s - sum(phases_s.values())
+    return StepFinished(number, loss, 4096, 4096 * number, 1e-3, 0.5 + rank, step_s, 40960.0, phases_s, spare_s, 2**29)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
+
+
+@pytest.fixture
+def whole(run: Run) -> Run:
+    """A finished run with one of everything: a skip, a restart, an evaluation, baselines, memory, text."""
+    run.start()
+    run.steps(range(1, 21))
+    run.say(events.StepSkipped(7, "nonfinite_gradients", math.nan, 192, 32))
+    run.say(events.CheckpointSaved(10, "checkpoints/step-10", 5 * 2**20, 0.25))
+    run.say(events.RankFailed(1, 20, "backward", "exception", f"Traceback\n{EVIL}", 0.3), rank=-1)
+    run.say(events.RestartScheduled(1, 3, 10), rank=-1)
+    run.start(attempt=1, at=10)
+    run.steps(range(11, 31), attempt=1, loss=2.5)
+    for name, loss in (("unigram", 4.5), ("trigram", 2.0)):
+        run.say(events.BaselineMeasured(name, loss, 500, 0.1), rank=-1)
+    run.say(events.EvalFinished(30, 2.25, 500, 0.2), attempt=1)
+    for rank in (0, 1):
+        measured = {"parameters": 1100 * 2**10, "activations": 2700 * 2**10, "peak": 4500 * 2**10}
+        run.say(events.MemoryMeasured(SIZES | {"peak": 4000 * 2**10}, measured, 2**28), rank=rank, attempt=1)
+    run.say(events.TextGenerated(30, "def ", EVIL), attempt=1)
+    run.say(events.RunFinished("finished", 0, 30, 42.5), rank=-1)
+    chosen = {
+        "name": "ddp",
+        "layout": LAYOUT,
+        "predicted_bytes": SIZES,
+        "fits": True,
+        "chosen": True,
+        "why": "simplest",
+    }
+    loser = chosen | {"name": EVIL, "chosen": False, "why": f"loses {EVIL}", "fits": None, "total_bytes": "many"}
+    plan = {
+        "layout": LAYOUT, "world_size": 2, "device": "cpu", "precision": "fp32", "global_batch_size": 32,
+        "micro_batch_size": 16, "num_microbatches": 1, "seq_len": 128, "num_params": 3_400_000,
+        "memory": {"predicted_bytes": SIZES, "total_bytes": 4000 * 2**10, "capacity_bytes": 2**30, "fits": True},
+        "alternatives": [chosen, loser], "reasons": ["because", EVIL],
+    }  # fmt: skip
+    (run.directory / "plan.json").write_text(json.dumps(plan))
+    job = Job().to_json()
+    job["model"]["args"] = {EVIL: [EVIL]}
+    (run.directory / "job.json").write_text(json.dumps(job))
+    return run
+
+
+def page_of(run: Run) -> Page:
+    return Page(write_report(run.directory))
+
+
+# --- one file that trusts nothing ----------------------------------------------------------------------------------
+
+
+def test_loads_nothing(whole: Run) -> None:
+    page = page_of(whole)
+    policy = [a.get("content") for tag, a in page.tags if a.get("http-equiv") == "Content-Security-Policy"]
+    assert policy == [CONTENT_SECURITY]
+    assert CONTENT_SECURITY.startswith("default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'")
+    assert page.attributes("src") == []
+    assert {value for value in page.attributes("href") if not value.startswith("#")} == {"data:,"}
+    style = re.search(r"<style>(.*?)</style>", page.source, re.DOTALL)
+    assert style is not None
+    assert "url(" not in style[1]
+    assert "@import" not in style[1]
+    assert "http" not in page.source.replace(CONTENT_SECURITY, "").replace("http-equiv", "").replace(
+        "https://evil.example", ""
+    )
+
+
+def test_text_of_the_run_is_escaped(whole: Run) -> None:
+    page = page_of(whole)
+    assert "<img" not in page.source
+    assert "<script>alert" not in page.source
+    assert "\x1b" not in page.source
+    assert page.text.count('<script>alert("x")</script></pre><img src=https://evil.example/x') >= 5
+    kinds = [attributes.get("type") for tag, attributes in page.tags if tag == "script"]
+    assert kinds.count(None) == 1, "our own script and no other"
+    assert {name for _, attributes in page.tags for name in attributes if name.startswith("on")} == set()
+
+
+def test_every_link_leads_somewhere(whole: Run) -> None:
+    page = page_of(whole)
+    assert {value[1:] for value in page.attributes("href") if value.startswith("#")} <= set(page.attributes("id"))
+    assert len(page.attributes("id")) == len(set(page.attributes("id")))
+
+
+def test_charts_have_titles_units_tables_and_points(whole: Run) -> None:
+    page = page_of(whole)
+    figures = page.source.split("<figure")[1:]
+    assert len(figures) == 6
+    for figure in figures:
+        assert re.search(r"<h3>[^<]+</h3>", figure)
+        assert re.search(r'class="ylabel">[^<]+<', figure)
+        assert 'class="xlabel">step<' in figure
+        assert 'tabindex="0" role="group" aria-label="' in figure
+        assert "<summary>Data table</summary>" in figure
+        island = re.search(r'<script type="application/json" class="points">(.*?)</script>', figure)
+        assert island is not None
+        series = json.loads(island[1])["series"]
+        assert all(len(xs) == len(ys) for _, _, xs, ys in series)
+    for unit in ("nats per token", "tokens per second", "milliseconds per step", "MiB"):
+        assert unit in page.text
+
+
+# --- numbers -------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_says_what_the_events_say(whole: Run) -> None:
+    text = page_of(whole).text
+    for wanted in (
+        "a-run finished",
+        "Steps done 30 / 30 10 steps done again",
+        "Final training loss 2.2000 nats/token of step 30",
+        "Held-out loss 2.2500 nats/token 2.250 nats below unigram (4.500); 0.250 nats above trigram (2.000)",
+        "Throughput 41.0 K tokens/s median over steps",
+        "Wall time 42.5 s",
+        "Restarts 1 10 steps rolled back",
+        "Skipped steps 1",
+        "Layout dp_replicate=2 2 x cpu",
+        "saved checkpoint of step 10: checkpoints/step-10 (5.0 MiB, 250 ms)",
+        "rank 1 failed at step 20 in backward: exception",
+        "restart 1 of at most 3, from step 10",
+        "100 ms 100 ms 100 ms 100 ms 14.0 ms (14.0 %)",
+        "3.9 MiB 4.4 MiB -11.1 %",
+        "2 ranks as dp_replicate=2, on cpu, in fp32.",
+        "Predicted memory per rank is 3.9 MiB, 0.4 % of the 1.0 GiB it may use: it fits.",
+        "chosen: simplest",
+    ):
+        assert wanted in text
+
+
+def test_phases_of_every_kind_are_charged_somewhere(whole: Run) -> None:
+    (first, second) = reduce_run(whole.directory).ranks
+    assert (first.rank, first.num_steps, second.num_steps) == (0, 40, 40)
+    assert first.mean_groups_s["checkpoint"] == pytest.approx(0.005)
+    assert first.mean_groups_s["other"] == pytest.approx(0.001)
+    assert sum(first.mean_groups_s.values()) == pytest.approx(first.mean_s)
+
+
+def test_the_ledger_sums_to_the_whole(whole: Run) -> None:
+    ledger = reduce_run(whole.directory).ledger
+    assert sum(ledger.parts_s.values()) == pytest.approx(ledger.wall_s)
+    assert ledger.parts_s["steps done again"] == pytest.approx(1.0)
+    assert ledger.parts_s["waiting for data"] == pytest.approx(0.3)
+    assert ledger.parts_s["starting"] == pytest.approx(2.0)
+    assert min(ledger.parts_s.values()) >= 0
+
+
+def test_a_save_between_steps_is_not_taken_from_training(run: Run) -> None:
+    run.start()
+    run.say(replace(step(1), phases_s={"forward": 0.1, "ckpt_write": 0.05}, unaccounted_s=-0.05))
+    parts = reduce_run(run.directory).ledger.parts_s
+    assert parts["training steps"] == pytest.approx(0.1)
+    assert parts["checkpoints"] == pytest.approx(0.05)
+
+
+# --- restarts ------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_attempt_of_a_step_wins(whole: Run) -> None:
+    facts = reduce_run(whole.directory)
+    assert facts.steps.step == list(range(1, 31))
+    assert facts.steps.loss[9] == pytest.approx(3.0 - 0.10)
+    assert facts.steps.loss[10] == pytest.approx(2.5 - 0.11)
+    assert (facts.num_redone, facts.num_rolled_back, facts.num_restarts) == (10, 10, 1)
+
+
+def test_steps_rolled_back_and_not_done_again_leave_the_curve(run: Run) -> None:
+    run.start()
+    run.steps(range(1, 21))
+    run.start(attempt=1, at=10)
+    run.steps(range(11, 14), attempt=1)
+    facts = reduce_run(run.directory)
+    assert facts.steps.step == list(range(1, 14))
+    assert (facts.num_redone, facts.num_rolled_back, facts.last_step) == (3, 10, 13)
+    assert facts.status == "unfinished"
+
+
+def test_a_skip_counts_unless_a_later_attempt_did_the_step(run: Run) -> None:
+    run.start()
+    run.steps(range(1, 11))
+    for number in (3, 8):
+        for rank in (0, 1):
+            run.say(events.StepSkipped(number, "no_targets", 0.0, 0, 32), rank=rank)
+    run.start(attempt=1, at=5)
+    run.steps(range(6, 11), attempt=1)
+    assert [event.step for event in reduce_run(run.directory).skipped] == [3]
+
+
+def test_a_resumed_run_is_unfinished_until_it_ends_and_its_pause_is_not_its_time(run: Run) -> None:
+    run.start()
+    run.steps(range(1, 6))
+    run.say(events.RunFinished("preempted", 75, 5, 2.0))
+    assert reduce_run(run.directory).status == "preempted"
+    run.now_s += 100_000
+    run.start(attempt=1, at=5)
+    run.steps(range(6, 11), attempt=1)
+    facts = reduce_run(run.directory)
+    assert facts.status == "unfinished"
+    assert facts.wall_s < 10
+    assert (facts.num_rolled_back, facts.num_redone) == (0, 0)
+
+
+# --- whatever a run left behind ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("files", [(), ("events",), ("plan.json", "job.json")])
+def test_a_run_that_hardly_is_one(run: Run, files: tuple[str, ...]) -> None:
+    for name in files:
+        path = run.directory / name
+        path.write_text("[]") if name.endswith(".json") else path.mkdir()
+    text = page_of(run).text
+    assert "This run has written no events yet." in text
+    assert "not measured" in text.lower()
+    assert "nan" not in text.split()
+
+
+def test_no_step_yet(run: Run) -> None:
+    run.start()
+    text = page_of(run).text
+    assert "a-run unfinished" in text
+    assert "No end was recorded" in text
+    assert "Steps done 0 / 30" in text
+    assert "nan" not in text.split()
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_few_steps(run: Run, number: int) -> None:
+    run.start()
+    run.steps(range(1, number + 1))
+    assert f"Steps done {number} / 30" in page_of(run).text
+
+
+def test_torn_unknown_and_malformed_lines_are_counted_and_left_out(run: Run) -> None:
+    run.start()
+    run.steps(range(1, 4))
+    good = json.loads(Envelope(step(4), 0, 0, run.now_s).to_line())
+    for bad in ({"loss": "3"}, {"step": None}, {"phases_s": {"forward": None}}, {"phases_s": []}, {"rank": {}}):
+        run.raw(json.dumps(good | bad) + "\n")
+    run.raw('{"event":"from_the_future","rank":0}\n[1]\n')
+    run.raw(json.dumps(good)[:50])
+    facts = reduce_run(run.directory)
+    assert facts.steps.step == [1, 2, 3]
+    assert facts.num_unreadable == 8
+    assert "8 lines of the event files could not be read" in page_of(run).text
+
+
+def test_nothing_is_finite(run: Run) -> None:
+    run.start()
+    for number in range(1, 5):
+        nothing = replace(step(number), loss=math.nan, grad_norm=math.inf, step_s=math.nan, tokens_per_s=math.nan)
+        run.say(replace(nothing, learning_rate=math.nan, unaccounted_s=math.nan))
+    run.say(events.EvalFinished(4, math.nan, 0, 0.0))
+    run.say(events.BaselineMeasured("unigram", math.nan, 0, 0.0))
+    text = page_of(run).text
+    assert "Final training loss not measured" in text
+    assert "Held-out loss not measured" in text
+
+
+WRONG: list[Any] = [None, 5, "x", [], {}, [[]], {"a": {"b": [1]}}, 10**400, True, math.inf]
+
+
+@pytest.mark.parametrize("value", WRONG)
+def test_a_plan_of_any_shape(run: Run, value: Any) -> None:
+    keys = ("layout", "world_size", "memory", "alternatives", "reasons", "num_params", "seq_len", "zero_stage")
+    (run.directory / "plan.json").write_text(json.dumps(dict.fromkeys(keys, value)))
+    item = dict.fromkeys(("name", "layout", "predicted_bytes", "total_bytes", "fits", "chosen", "why"), value)
+    (run.directory / "job.json").write_text(json.dumps({"train": value, "run": {"name": value}}))
+    page_of(run)
+    (run.directory / "plan.json").write_text(json.dumps({"alternatives": [item, value], "layout": {"tp": value}}))
+    page_of(run)
+
+
+def test_many_ranks_and_many_events_stay_readable(run: Run) -> None:
+    run.start()
+    run.steps([1, 2], ranks=60)
+    for number in range(2000):
+        run.say(events.CheckpointSaved(number, "p", 1, 0.1))
+        run.say(events.StepSkipped(number, "no_targets", 0.0, 0, 1))
+    run.say(events.RankFailed(5, 2, "backward", "signal", "SIGKILL", 0.3), rank=-1)
+    page = page_of(run)
+    assert len(page.source) < 500_000
+    assert "28 ranks are left out" in page.text
+    assert "rank 5 failed at step 2" in page.text
+    assert "events in between left out" in page.text
+
+
+def test_a_hundred_thousand_steps(run: Run) -> None:
+    """Under 5 MB and 10 s of this process's time, and the one bad step is still to be seen."""
+    run.start(total=100_000)
+    line = Envelope(step(1), 0, 0, run.now_s).to_line() + "\n"
+    assert '"step":1,"loss":3.0' in line
+    lines = (line.replace('"step":1,"loss":3.0', f'"step":{n},"loss":{3 + n % 7 / 10}') for n in range(1, 100_001))
+    run.raw("".join(lines).replace('"step":54321,"loss":3', '"step":54321,"loss":97'))
+    began_s = time.process_time()
+    path = write_report(run.directory)
+    assert time.process_time() - began_s < 10
+    assert path.stat().st_size < 5_000_000
+    page = Page(path)
+    assert "54321" in page.source
+    assert "at step 54321" in page.text
+    assert "Steps done 100,000 / 100,000" in page.text
+
+
+# --- writing it ----------------------------------------------------------------------------------------------------
+
+
+def test_a_page_is_replaced_whole(whole: Run) -> None:
+    first = write_report(whole.directory).read_text()
+    before = set(whole.directory.iterdir())
+    assert write_report(whole.directory).read_text() == first, "the same events give the same page"
+    assert set(whole.directory.iterdir()) == before, "nothing is left beside it"
+
+
+def test_a_failed_write_leaves_the_old_page(whole: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_report(whole.directory)
+    old = path.read_text()
+    whole.steps([31], attempt=1)
+
+    def full(source: object, target: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(ResourceError, match="no space left while writing the report"):
+        write_report(whole.directory)
+    assert path.read_text() == old
+    assert not list(whole.directory.glob(".*partial"))
+
+
+def test_needs_no_torch() -> None:
+    code = "import sys, phalanx.report; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,106 @@
+"""The reader of growing event files: whole lines only, new files as they come."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from phalanx.observe.bus import Bus, event_path
+from phalanx.observe.events import CheckpointFailed, Envelope, Event, Note, RestartScheduled, StepSkipped
+from phalanx.observe.tail import EventTail, read_event
+
+
+def line(event: Event, *, rank: int = 0, attempt: int = 0, at: float = 1.0) -> bytes:
+    return Envelope(event, rank, attempt, at).to_line().encode() + b"\n"
+
+
+def append(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab") as file:
+        file.write(data)
+
+
+def codes(found: list[Envelope]) -> list[str]:
+    return [envelope.event.code for envelope in found if isinstance(envelope.event, Note)]
+
+
+def test_nothing_before_the_directory_exists(tmp_path: Path) -> None:
+    assert EventTail(tmp_path / "absent").poll() == []
+
+
+def test_a_torn_line_waits_for_its_end(tmp_path: Path) -> None:
+    path, whole = event_path(tmp_path, 0, 0), line(Note("second"))
+    append(path, line(Note("first")) + whole[:20])
+    tail = EventTail(tmp_path)
+    assert codes(tail.poll()) == ["first"]
+    assert tail.poll() == []
+    append(path, whole[20:])
+    assert codes(tail.poll()) == ["second"]
+    assert tail.num_unreadable == 0
+
+
+def test_new_files_appear_and_lines_come_in_order_of_time(tmp_path: Path) -> None:
+    tail = EventTail(tmp_path)
+    append(event_path(tmp_path, 0, 0), line(Note("b"), at=2.0))
+    append(event_path(tmp_path, -1, 0), line(Note("a"), rank=-1, at=1.0))
+    assert codes(tail.poll()) == ["a", "b"]
+    append(event_path(tmp_path, 0, 1), line(Note("c"), attempt=1, at=3.0))
+    assert codes(tail.poll()) == ["c"]
+
+
+def test_only_rank_0_and_the_supervisor_unless_asked(tmp_path: Path) -> None:
+    for rank in (-1, 0, 1):
+        append(event_path(tmp_path, rank, 0), line(Note(f"rank {rank}"), rank=rank))
+    assert codes(EventTail(tmp_path).poll()) == ["rank 0", "rank -1"]
+    assert set(codes(EventTail(tmp_path, all_ranks=True).poll())) == {"rank -1", "rank 0", "rank 1"}
+
+
+def test_earlier_attempts_are_left_out(tmp_path: Path) -> None:
+    for attempt in (0, 1):
+        append(event_path(tmp_path, 0, attempt), line(Note(f"rank {attempt}"), attempt=attempt))
+        append(event_path(tmp_path, -1, 0), line(Note(f"supervisor {attempt}"), rank=-1, attempt=attempt))
+    assert set(codes(EventTail(tmp_path, attempt_from=1).poll())) == {"rank 1", "supervisor 1"}
+
+
+def test_follows_what_a_bus_writes(tmp_path: Path) -> None:
+    bus, tail = Bus(rank=0, run_dir=tmp_path), EventTail(tmp_path)
+    bus.emit(StepSkipped(3, "nonfinite_gradients", math.nan, 96, 32))
+    (found,) = tail.poll()
+    assert isinstance(found.event, StepSkipped)
+    assert math.isnan(found.event.grad_norm)
+    bus.close()
+
+
+def test_unreadable_lines_are_counted_and_skipped(tmp_path: Path) -> None:
+    append(event_path(tmp_path, 0, 0), b'{"event":"from_the_future"}\n\xff\xfe\n\n' + line(Note("good")) + b"[1]\n")
+    tail = EventTail(tmp_path)
+    assert codes(tail.poll()) == ["good"]
+    assert tail.num_unreadable == 3
+
+
+WRONG = {
+    "step": ["5", None, [], True, 10**400],
+    "path": [1, None],
+    "time_unix_s": ["now", -1, None, 1e300],
+    "rank": ["0", 0.5],
+    "attempt": [None],
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in WRONG.items() for value in values])
+def test_values_of_the_wrong_type_are_no_event(key: str, value: object) -> None:
+    good = json.loads(line(CheckpointFailed(1, "p", "full")))
+    assert read_event(json.dumps(good).encode()) is not None
+    assert read_event(json.dumps(good | {key: value}).encode()) is None
+
+
+def test_deeply_nested_json_is_no_event() -> None:
+    assert read_event(b'{"event":"note","facts":' + b"[" * 100_000) is None
+
+
+def test_an_event_survives_the_trip() -> None:
+    sent = Envelope(RestartScheduled(1, 3, 400), -1, 1, 12.5)
+    assert read_event(sent.to_line().encode()) == sent
