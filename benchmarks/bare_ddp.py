@@ -1,8 +1,6 @@
 """A data-parallel training loop written by hand, in one file: what `python -m phalanx.bench` measures phalanx against.
 
-    torchrun --standalone --nproc-per-node 2 benchmarks/bare_ddp.py --data ids.npy --out DIR --dim 256 --layers 6 ...
-
-Each rank writes DIR/rank-R.json: unix time at the end of every step, and its losses. `--alone`: ranks that never talk.
+Started with torchrun. Each rank writes OUT/rank-R.json: unix time at the end of every step, and its losses.
 """
 
 import argparse
@@ -24,12 +22,11 @@ from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import causal_cross_entropy
 
 parser = argparse.ArgumentParser()
-for name, kind in {"data": Path, "out": Path, "precision": str}.items():
-    parser.add_argument(f"--{name}", type=kind, required=True)
-for name in ("dim", "layers", "heads", "vocab", "seq-len", "micro-batch", "microbatches", "steps"):
-    parser.add_argument(f"--{name}", type=int, required=True)
-parser.add_argument("--bucket-mb", type=float, default=25.0)
-parser.add_argument("--alone", action="store_true", help="no communication at all")
+for option in ("dim", "layers", "heads", "vocab", "seq-len", "micro-batch", "microbatches", "steps", "bucket-mb"):
+    parser.add_argument(f"--{option}", type=int, required=True)
+for option in ("data", "out", "precision"):
+    parser.add_argument(f"--{option}", required=True)
+parser.add_argument("--alone", action="store_true", help="ranks that never talk")
 parser.add_argument("--whole-logits", action="store_true", help="F.cross_entropy of all logits at once")
 args = parser.parse_args()
 
@@ -47,44 +44,36 @@ class ModelWithLoss(nn.Module):
         return loss_sum / num_targets
 
 
-rank = int(os.environ["RANK"])
+rank, head_dim, ffn_dim = int(os.environ["RANK"]), args.dim // args.heads, default_ffn_dim(args.dim)
 torch.set_num_threads(1)
 torch.manual_seed(0)  # the same weights on every rank
-if not args.alone:
-    dist.init_process_group("gloo")
-head_dim, ffn_dim = args.dim // args.heads, default_ffn_dim(args.dim)
+shape = ModelShape(args.layers, args.dim, args.heads, args.heads, head_dim, ffn_dim, args.vocab, True)
 with torch.device("meta"):
-    shape = ModelShape(args.layers, args.dim, args.heads, args.heads, head_dim, ffn_dim, args.vocab, True)
     model = ModelWithLoss(Decoder(shape))
-model.to_empty(device="cpu")
-for weight in model.parameters():
+for weight in model.to_empty(device="cpu").parameters():
     nn.init.normal_(weight, std=0.02) if weight.ndim >= 2 else nn.init.ones_(weight)
-groups = {0.1: [], 0.0: []}
-for name, weight in model.named_parameters():
-    groups[0.1 if weight.ndim >= 2 and "embed" not in name else 0.0].append(weight)
-groups = [{"params": weights, "weight_decay": decay} for decay, weights in groups.items()]
+named = list(model.named_parameters())
+keep, decay = ([w for n, w in named if (w.ndim >= 2 and "embed" not in n) == decays] for decays in (False, True))
+groups = [{"params": decay, "weight_decay": 0.1}, {"params": keep, "weight_decay": 0.0}]
 optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), fused=True)
 if not args.alone:
+    dist.init_process_group("gloo")
     model = DDP(model, bucket_cap_mb=args.bucket_mb, gradient_as_bucket_view=True, init_sync=False)
-
-tokens, rng = np.load(args.data, mmap_mode="r"), np.random.default_rng(rank)
-ended_unix_s, losses = [], []
+tokens, rng, ended_unix_s, losses = np.load(args.data, mmap_mode="r"), np.random.default_rng(rank), [], []
 for _ in range(args.steps):
     starts = rng.integers(0, len(tokens) - args.seq_len, size=(args.microbatches, args.micro_batch, 1))
     window = torch.from_numpy(tokens[starts + np.arange(args.seq_len + 1)].astype(np.int64))
-    loss_sum = 0.0
-    for index, batch in enumerate(window):
-        is_last = index == args.microbatches - 1
-        with contextlib.nullcontext() if is_last or args.alone else model.no_sync():
+    losses.append(0.0)
+    for index, batch in enumerate(window, 1):
+        with contextlib.nullcontext() if args.alone or index == args.microbatches else model.no_sync():
             with torch.autocast("cpu", torch.bfloat16, enabled=args.precision == "bf16"):
                 loss = model(batch[:, :-1], batch[:, 1:].contiguous()) / args.microbatches
             loss.backward()
-        loss_sum += loss.item()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        losses[-1] += loss.item()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad()
     ended_unix_s.append(time.time())
-    losses.append(loss_sum)
-(args.out / f"rank-{rank}.json").write_text(json.dumps({"ended_unix_s": ended_unix_s, "losses": losses}))
+Path(args.out, f"rank-{rank}.json").write_text(json.dumps({"ended_unix_s": ended_unix_s, "losses": losses}))
 if not args.alone:
     dist.destroy_process_group()

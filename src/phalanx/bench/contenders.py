@@ -19,7 +19,7 @@ BARE_LOOP = Path(__file__).parents[3] / "benchmarks" / "bare_ddp.py"
 BARE_FLAGS = {BARE: (), CEILING: ("--alone",), WHOLE_LOGITS: ("--whole-logits",)}
 PHALANX_OVERRIDES = {PHALANX: (), NO_SINKS: ("observe.sinks=[]",)}
 LEARNING_RATE = 3e-3
-BUCKET_MB = 25.0  # tuned for the bare loop: see docs/benchmarks.md
+BUCKET_MB = 25  # tuned for the bare loop: see docs/benchmarks.md
 
 
 @dataclass(frozen=True)

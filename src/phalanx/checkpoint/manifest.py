@@ -86,7 +86,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 def body_xxh3(body: Mapping[str, Any]) -> str:
     """XXH3-64 of a manifest's content, whatever its spacing and order."""
-    return xxhash.xxh3_64_hexdigest(canonical_json({key: body[key] for key in body if key != "xxh3"}))
+    return xxhash.xxh3_64_hexdigest(canonical_json({key: body[key] for key in body if key != "xxh3"}).encode())
 
 
 def _parse(body: Mapping[str, Any]) -> Manifest:

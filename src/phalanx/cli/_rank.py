@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 import phalanx
 from phalanx.checkpoint.manifest import list_checkpoints
 from phalanx.core.errors import ExitCode
 from phalanx.core.phases import BlackBox, Phases
-from phalanx.core.registry import is_foreign, resolve
+from phalanx.core.registry import resolve
 from phalanx.data.corpus import Corpus, load_corpus
 from phalanx.data.loader import HeldOutBatches, TrainBatches
 from phalanx.job.schema import Job
-from phalanx.job.shape import shape_of
 from phalanx.launch.paths import black_box
 from phalanx.launch.rank_env import read_rank_env
 from phalanx.mesh.mesh import Mesh, open_mesh
@@ -61,6 +61,8 @@ def main(payload: dict[str, Any]) -> int:
     assert ranks is not None, "the supervisor sets RANK"
     job = Job.model_validate_json(json.dumps(payload["job"]))
     plan, started_unix_s = Plan.from_json(payload["plan"]), float(payload["started_unix_s"])
+    if ranks.attempt > payload["first_attempt"]:  # a restart began with this process, not with the command
+        started_unix_s = psutil.Process().create_time()
     return run_rank(RankRun(job, plan, Path(payload["run_dir"]), ranks.rank, ranks.attempt, started_unix_s))
 
 
@@ -123,7 +125,7 @@ def _train(run: RankRun, bus: Bus, phases: Phases, meter: MemoryMeter, stop: Sto
                 bus.emit(_run_started(job, plan, mesh, state, checkpoints, run.started_unix_s))
             phases.leave("startup")
             ended = trainer.run()
-        bus.emit(meter.measure(state.shards(), state.model.parameters(), plan.chosen.predicted_bytes))
+        bus.emit(meter.measure(state.shards(), state.model, plan.chosen.predicted_bytes))
         if ended == "finished":
             _afterwards(job, plan, mesh, corpus, trainer)
         mesh.barrier()
@@ -132,9 +134,7 @@ def _train(run: RankRun, bus: Bus, phases: Phases, meter: MemoryMeter, stop: Sto
 
 def build_state(job: Job, plan: Plan, mesh: Mesh, phases: Phases) -> TrainState:
     """The model of the job, made parallel by the plan, with its optimizer: step 0."""
-    foreign = is_foreign(job.model.kind)
-    shape = None if foreign else shape_of(job, plan.vocab_size)
-    module = build_model(job, shape)
+    module = build_model(job, plan.model_shape)
     model = parallelize(module, plan, mesh, phases=phases, seed=job.run.seed)
     return TrainState(model, build_adamw(model.named_parameters(), job.optim), job.run.seed)
 

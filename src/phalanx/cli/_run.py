@@ -58,7 +58,9 @@ def _fresh_name(job: Job) -> str:
 
 def _supervised(run: Prepared, began: float) -> int:
     job, run_dir = run.job, run.run_dir
+    attempt = next_attempt(run_dir)
     payload = {
+        "first_attempt": attempt,
         "run_dir": str(run_dir.resolve()),
         "job": job.to_json(),
         "plan": run.plan.to_json(),
@@ -73,7 +75,6 @@ def _supervised(run: Prepared, began: float) -> int:
         max_restarts=job.resilience.max_restarts,
         grace_s=job.resilience.grace_s,
     )
-    attempt = next_attempt(run_dir)
     bus = Bus(rank=-1, attempt=attempt, run_dir=run_dir)
     console = open_console(sys.stdout, total_steps=job.train.steps, log_every=job.observe.log_every)
     tail = EventTail(run_dir, attempt_from=attempt)

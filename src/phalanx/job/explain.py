@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from phalanx.core.errors import did_you_mean
 from phalanx.job.positions import Path
@@ -55,8 +55,9 @@ def annotation(path: Path) -> Any:
 
 
 def arms(declared: Any) -> tuple[Any, ...]:
-    """`int | None` -> (int, None type); anything else stands alone."""
-    return get_args(declared) if get_origin(declared) in (Union, UnionType) else (declared,)
+    """`int | None` -> (int, None type), without bounds; anything else stands alone."""
+    found = get_args(declared) if get_origin(declared) in (Union, UnionType) else (declared,)
+    return tuple(get_args(arm)[0] if get_origin(arm) is Annotated else arm for arm in found)
 
 
 def dotted(path: Path) -> str:

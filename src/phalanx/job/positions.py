@@ -76,7 +76,7 @@ class _Atlas:
         return path
 
     def add_pair(self, node: Any, inside: Path) -> None:
-        key_node, value = node.named_children[0], node.named_children[-1]
+        key_node, value = node.named_children[:2]  # a comment may follow
         path = inside
         for name, key in _keys(key_node):
             path = (*path, name)

@@ -73,9 +73,9 @@ class Data(Section):
 
 
 class Train(Section):
-    steps: Positive = 1000
+    steps: Positive = 800
     """Optimizer updates in all."""
-    global_batch_size: Positive = 32
+    global_batch_size: Positive = 16
     """Sequences per update over all ranks."""
     micro_batch_size: Positive | None = None
     """Sequences per forward-backward of one rank; default the rank's whole share."""

@@ -17,7 +17,7 @@ from phalanx.nn.objective import Objective, causal_cross_entropy
 MODELS = "phalanx.nn.models"
 
 
-def build_model(job: Job, shape: ModelShape | None) -> nn.Module:
+def build_model(job: Job, shape: ModelShape) -> nn.Module:
     """A built-in model on the meta device (`parallelize` fills it), or the user's module with its own weights."""
     if is_foreign(job.model.kind):
         return build_foreign(job.model, job.run.seed)

@@ -7,6 +7,7 @@ raises is dropped, which is said once. Training goes on in both cases.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Sequence
@@ -84,18 +85,19 @@ class Bus:
                     sink.write(envelope)
                 except Exception as error:
                     self._sinks.remove((name, sink))
+                    with contextlib.suppress(Exception):
+                        sink.close()
                     reason = f"{type(error).__name__}: {error}"
                     self._write_file(seal(SinkDropped(name, 0, reason), rank=self.rank, attempt=self.attempt))
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Flush what is queued, close the sinks, and say how many events were lost, if any."""
         if self._thread is not None:
-            try:
+            with contextlib.suppress(queue.Full):
                 self._queue.put(None, timeout=timeout_s)
-                self._thread.join(timeout_s)
-            except queue.Full:
-                pass
-        for name, sink in self._sinks:
+            self._thread.join(timeout_s)
+        stuck = self._thread is not None and self._thread.is_alive()
+        for name, sink in [] if stuck else self._sinks:  # a sink that still writes cannot be closed from here
             try:
                 sink.close()
             except Exception as error:

@@ -44,7 +44,8 @@ class RunStarted(Event):
 class StepFinished(Event):
     """One optimizer update, from every rank. Loss is nats per target token over all ranks.
 
-    `phases_s` are seconds of this rank by phase; `unaccounted_s` is `step_s` minus their sum.
+    `step_s` runs from the end of the step before, so steps leave no gap; a save belongs to its step. `phases_s` are
+    seconds of this rank by phase; `unaccounted_s` is `step_s` minus their sum.
     """
 
     step: int
@@ -143,7 +144,10 @@ class RanksStarted(Event):
 
 @dataclass(frozen=True)
 class RankFailed(Event):
-    """From the supervisor: the rank that failed first. `cause`: "exception" | "signal" | "exit"."""
+    """From the supervisor: the rank that failed first (-1: the server or the store of the ranks).
+
+    `cause`: "exception" | "signal" | "exit".
+    """
 
     failed_rank: int
     step: int

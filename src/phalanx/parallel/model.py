@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from phalanx.mesh.logical import LogicalShard, local_tensor, module_shards
 from phalanx.mesh.mesh import Mesh
 from phalanx.parallel.calling import call_with_batch
 from phalanx.parallel.protocol import Workpiece
+from phalanx.parallel.saved import SavedBytes
 from phalanx.plan.planner import Plan
 
 Batch = Mapping[str, torch.Tensor]
@@ -67,6 +68,9 @@ class ParallelModel:
         self.mesh: Mesh = piece.mesh
         self.phases: Phases = piece.phases
         self.module: nn.Module = piece.root.module
+        self.saved_bytes: int | None = None
+        """Bytes autograd kept in the first microbatch; None before it, and where blocks are recomputed or compiled."""
+        self._count_saved = piece.plan.recompute == "none" and not piece.plan.compile
         # Gradients are reduced after division by this constant; finish_step applies the exact token factor.
         self._constant = float(piece.plan.targets_per_rank)
 
@@ -121,7 +125,7 @@ class ParallelModel:
         num_targets = torch.zeros((), dtype=torch.float64, device=device)
         for index, batch in enumerate(microbatches):
             with self._piece.sync(index == len(microbatches) - 1):
-                with self.phases("forward"):
+                with self.phases("forward"), self._counting_once():
                     loss, targets = self._loss(batch, objective)
                 with self.phases("backward"):
                     (loss / self._constant).backward()
@@ -129,6 +133,16 @@ class ParallelModel:
             loss_sum += loss.detach()
             num_targets += targets
         return StepSums(loss_sum, num_targets)
+
+    @contextmanager
+    def _counting_once(self) -> Iterator[None]:
+        if not self._count_saved:
+            yield
+            return
+        self._count_saved, saved = False, SavedBytes()
+        with saved.counting():
+            yield
+        self.saved_bytes = saved.num_bytes
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Batch], objective: Objective) -> StepSums:

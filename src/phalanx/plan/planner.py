@@ -74,6 +74,11 @@ class Plan:
         return self.num_microbatches * self.micro_batch_size * self.seq_len
 
     @property
+    def model_shape(self) -> ModelShape:
+        """What the plan knows of the model."""
+        return ModelShape.from_json(self.shape)
+
+    @property
     def chosen(self) -> Candidate:
         return next(candidate for candidate in self.alternatives if candidate.chosen)
 
@@ -124,9 +129,9 @@ def make_plan(
     micro, num_microbatches = _split_batch(job, ranks)
     work = Workload(micro, job.data.seq_len, job.precision.compute, job.train.recompute, job.train.loss_chunk_tokens)
     capacity = _capacity(job, cluster, ranks)
-    candidates = _weigh(job, shape, work, ranks, capacity)
+    candidates = _weigh(job, shape, work, ranks, capacity, cluster.device)
     chosen = _choose(job, candidates, capacity, reasons)
-    alternatives = tuple(_explain(c, chosen, capacity) for c in candidates)
+    alternatives = tuple(_explain(c, chosen, capacity, reasons[-1]) for c in candidates)
     flops = shape.flops_per_token(job.data.seq_len)["training"] if shape.is_known else None
     if flops is None:
         reasons.append(
@@ -240,9 +245,9 @@ def _capacity(job: Job, cluster: Cluster, ranks: int) -> int:
     return max(0, round(whole * HEADROOM) - RUNTIME_BYTES)
 
 
-def _weigh(job: Job, shape: ModelShape, work: Workload, ranks: int, capacity: int) -> list[Candidate]:
+def _weigh(job: Job, shape: ModelShape, work: Workload, ranks: int, capacity: int, device: str) -> list[Candidate]:
     if ranks == 1:
-        memory = rank_memory(shape, work, 0, 1)
+        memory = rank_memory(shape, work, 0, 1, device)
         return [Candidate("one", 0, Layout(), memory, sum(memory.values()) <= capacity)]
     shard = job.parallel.dp_shard or ranks // (job.parallel.dp_replicate or 1)
     if shard == 1:
@@ -250,7 +255,7 @@ def _weigh(job: Job, shape: ModelShape, work: Workload, ranks: int, capacity: in
     candidates = []
     for name, stage in (("ddp", 0), ("zero1", 1), ("zero2", 2), ("zero3", 3)):
         split = 1 if stage == 0 else shard
-        memory = rank_memory(shape, work, stage, split)
+        memory = rank_memory(shape, work, stage, split, device)
         layout = Layout(dp_replicate=ranks // split, dp_shard=split)
         candidates.append(Candidate(name, stage, layout, memory, sum(memory.values()) <= capacity))
     return candidates
@@ -298,9 +303,9 @@ def _how_to_shrink(largest: str) -> str:
     }.get(largest, "use more ranks or a smaller model")
 
 
-def _explain(candidate: Candidate, chosen: Candidate, capacity: int) -> Candidate:
+def _explain(candidate: Candidate, chosen: Candidate, capacity: int, reason: str) -> Candidate:
     if candidate is chosen:
-        return replace(candidate, chosen=True, why="chosen")
+        return replace(candidate, chosen=True, why=reason)
     if candidate.zero_stage == 1:
         return replace(candidate, why="arithmetic only: this release runs ddp, zero2 and zero3")
     if not candidate.fits:

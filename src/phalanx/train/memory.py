@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 
 from phalanx.mesh.logical import LogicalShard, local_bytes, local_tensor
 from phalanx.observe.events import MemoryMeasured
+from phalanx.parallel.model import ParallelModel
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -54,16 +55,18 @@ class MemoryMeter:
     def measure(
         self,
         state_shards: Mapping[str, LogicalShard],
-        parameters: Iterable[torch.nn.Parameter],
+        model: ParallelModel,
         predicted_bytes: Mapping[str, int],
     ) -> MemoryMeasured:
-        """States are counted from their tensors; "peak" holds everything, activations too."""
+        """States and activations are counted from their tensors; "peak" is the whole rank's."""
         weights = {name: shard for name, shard in state_shards.items() if not name.startswith("optim/")}
         measured = {
             "parameters": local_bytes(weights),
-            "gradients": sum(local_tensor(p).numel() * p.element_size() for p in parameters if p.requires_grad),
+            "gradients": sum(local_tensor(p).numel() * p.element_size() for p in model.parameters() if p.requires_grad),
             "optimizer": local_bytes(state_shards) - local_bytes(weights),
         }
+        if model.saved_bytes is not None:
+            measured["activations"] = model.saved_bytes
         peak = self.peak_bytes()
         if peak is not None:
             measured["peak"] = peak

@@ -85,20 +85,20 @@ class Trainer:
     def run(self) -> str:
         """Train until the last step or an agreed stop. Returns "finished", "sigterm" or "sigint"."""
         self.phases.take()
+        began = time.perf_counter()
         while self.state.step < self.job.train.steps:
-            began = time.perf_counter()
             facts, skipped = self.step()
-            self._emit(facts, skipped, began)
             sigterm, sigint, save_due = (vote > 0 for vote in facts.votes)
-            if self._save_is_due(save_due):
+            is_last = self.state.step == self.job.train.steps
+            if self._save_is_due(save_due) or sigterm or sigint or (is_last and self.job.checkpoint.at_end):
                 self.save()
+            ended = time.perf_counter()
+            self._emit(facts, skipped, ended - began)
+            began = ended
             if sigterm or sigint:
                 reason = "sigterm" if sigterm else "sigint"
                 self.bus.emit(StopRequested(self.state.step, reason))
-                self.save()
                 return reason
-        if self.job.checkpoint.at_end:
-            self.save()
         return "finished"
 
     def step(self) -> tuple[StepFacts, str | None]:
@@ -147,8 +147,7 @@ class Trainer:
             name = str(path.relative_to(self.run_dir))
             self.bus.emit(CheckpointSaved(self.state.step, name, num_bytes, time.perf_counter() - began))
 
-    def _emit(self, facts: StepFacts, skipped: str | None, began: float) -> None:
-        step_s = time.perf_counter() - began
+    def _emit(self, facts: StepFacts, skipped: str | None, step_s: float) -> None:
         phases_s = self.phases.take()
         step = self.state.step
         if skipped is not None and self.mesh.rank == 0:

@@ -1,0 +1,51 @@
+# Two commands: `make train` and `make test`. Each sets up .venv by itself; nothing but python3 (3.11 or newer) and make
+# is needed before.
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: help venv train test test-all lint format bench docs clean
+
+help:  ## what there is
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+venv: $(READY)  ## .venv with every dependency and extra, at the versions of constraints.txt
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("phalanx needs Python 3.11 or newer; try make PYTHON=python3.12")'
+	@$(PYTHON) -c 'import venv, ensurepip' || (echo "this python3 has no venv module; on Debian: apt-get install python3-venv" && exit 1)
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[all,dev]'
+	@touch $(READY)
+
+train: $(READY)  ## the main job: a small decoder on this interpreter's own source text, two ranks or more
+	$(BIN)/phalanx train
+
+test: $(READY)  ## lint, types, floors and the tests that CI runs
+	$(MAKE) --no-print-directory lint
+	$(BIN)/python -m pytest -m 'not long'
+
+test-all: $(READY)  ## and the long campaigns
+	$(MAKE) --no-print-directory lint
+	$(BIN)/python -m pytest
+
+lint: $(READY)  ## format, lint, types of the torch-free rooms, imports between floors
+	$(BIN)/ruff format --check src tests examples benchmarks
+	$(BIN)/ruff check src tests examples benchmarks
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo > .venv/floors.log || (cat .venv/floors.log; exit 1)
+
+format: $(READY)  ## make the code look as lint wants it
+	$(BIN)/ruff format src tests examples benchmarks
+	$(BIN)/ruff check --fix src tests examples benchmarks
+
+bench: $(READY)  ## tokens/s, memory and first step beside a bare DDP loop; about 25 minutes
+	$(BIN)/python -m phalanx.bench
+
+docs: $(READY)  ## write the tables in docs/ and README.md that are generated from the code
+	$(BIN)/python docs/generate.py
+
+clean:  ## everything that is not source
+	rm -rf .venv build dist runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache src/*.egg-info

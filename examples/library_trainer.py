@@ -1,0 +1,61 @@
+"""phalanx's own trainer as a library: your data, your objects, its loop, guards and checkpoints.
+
+python examples/library_trainer.py runs/library
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+import phalanx
+from phalanx.nn.build import build_model, build_objective
+from phalanx.observe.bus import Bus
+from phalanx.optim.adamw import build_adamw
+from phalanx.resilience.guards import NonFiniteGuard
+
+
+class Squares:
+    """Microbatches as a pure function of the step: resuming needs no state. Here: squares modulo 97."""
+
+    def __init__(self, plan: phalanx.Plan) -> None:
+        self.plan = plan
+
+    def step_microbatches(self, step: int) -> Sequence[Mapping[str, torch.Tensor]]:
+        batch, length = self.plan.micro_batch_size, self.plan.seq_len
+        start = torch.arange(batch)[:, None] * 7 + step
+        numbers = (start + torch.arange(length + 1)) ** 2 % 97
+        return [{"inputs": numbers[:, :-1], "targets": numbers[:, 1:]}]
+
+
+def main(run_dir: Path) -> phalanx.TrainState:
+    overrides = ["train.steps=40", "train.global_batch_size=8", "data.seq_len=32", "model.num_layers=2"]
+    overrides += ["model.dim=64", "model.vocab_size=97", "optim.warmup_steps=5", "checkpoint.every_steps=20"]
+    job = phalanx.load_job(None, overrides)
+    plan = phalanx.make_plan(job, num_ranks=1)
+    with phalanx.open_mesh(plan.layout, device="cpu") as mesh:
+        model = phalanx.parallelize(build_model(job, plan.model_shape), plan, mesh, seed=job.run.seed)
+        optimizer = build_adamw(model.named_parameters(), job.optim)
+        state = phalanx.TrainState(model, optimizer, job.run.seed)
+        bus = Bus(rank=mesh.rank, run_dir=run_dir)
+        trainer = phalanx.Trainer(
+            job,
+            plan,
+            mesh,
+            state,
+            bus,
+            data=Squares(plan),
+            objective=build_objective(job),
+            guards=(NonFiniteGuard(limit=10),),
+            run_dir=run_dir,
+        )
+        print(trainer.run(), f"after {state.step} steps; checkpoints in {run_dir / 'checkpoints'}")
+        bus.close()
+    return state
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "runs/library"))

@@ -1,0 +1,34 @@
+"""Count what autograd keeps from the forward to the backward: the activations that a plan predicts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+class SavedBytes:
+    """Bytes of the storages that autograd saved, each once, parameters left out."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._seen: set[int] = set()
+        self._alive: list[torch.UntypedStorage] = []  # or a freed address would be counted as seen
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count what is saved inside. Tensors themselves are left as they are."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+            yield
+        self._alive.clear()
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        owner = tensor if tensor._base is None else tensor._base
+        storage = tensor.untyped_storage()
+        if not isinstance(owner, nn.Parameter) and storage.data_ptr() not in self._seen:
+            self._seen.add(storage.data_ptr())
+            self._alive.append(storage)
+            self.num_bytes += storage.nbytes()
+        return tensor

@@ -1,0 +1,61 @@
+"""The reference of the parity tests: one process, an untouched module, a plain loop. Imports nothing of phalanx."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class Trace:
+    """What one process computed: per step loss, gradient norm and gradients (after clipping); weights at the end."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[Tensors] = field(default_factory=list)
+    before: Tensors = field(default_factory=dict)
+    after: Tensors = field(default_factory=dict)
+
+
+def logits_of(outputs: Any) -> torch.Tensor:
+    """Logits, or hidden states and the head's weight."""
+    return outputs if isinstance(outputs, torch.Tensor) else outputs[0] @ outputs[1].T
+
+
+def train_alone(
+    module: nn.Module, batches: Sequence[Mapping[str, torch.Tensor]], optimizer: Any, max_norm: float | None
+) -> Trace:
+    """Full-batch steps. `optimizer(module)` builds the optimizer; gradients are clipped to the global `max_norm`."""
+    trace = Trace(before={name: p.detach().clone() for name, p in module.named_parameters()})
+    update = optimizer(module)
+    for batch in batches:
+        inputs = {key: batch[key] for key in batch if key not in ("inputs", "targets")}
+        logits, targets = logits_of(module(batch["inputs"], **inputs)), batch["targets"]
+        total = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=-100, reduction="sum")
+        loss = total / (targets != -100).sum()
+        update.zero_grad()
+        loss.backward()
+        norm = sum(p.grad.double().square().sum() for p in module.parameters()) ** 0.5
+        if max_norm is not None and norm > max_norm:
+            for parameter in module.parameters():
+                parameter.grad *= max_norm / norm
+        trace.losses.append(loss.item())
+        trace.norms.append(norm.item())
+        trace.gradients.append({name: p.grad.clone() for name, p in module.named_parameters()})
+        update.step()
+    trace.after = {name: p.detach().clone() for name, p in module.named_parameters()}
+    return trace
+
+
+def error(found: torch.Tensor, reference: torch.Tensor, gradients: Tensors) -> float:
+    """|a-b| / max(|ref|, 1e-3 |g|_global / sqrt(num_tensors)): a gradient that is truly zero has no relative error."""
+    scale = sum(g.double().square().sum() for g in gradients.values()).item() ** 0.5
+    floor = 1e-3 * scale / len(gradients) ** 0.5
+    return ((found - reference).double().norm() / max(reference.double().norm().item(), floor)).item()

@@ -1,0 +1,155 @@
+"""Small models and batches that several tests share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from phalanx.job.schema import Job
+from phalanx.job.shape import ModelShape
+from phalanx.nn.models.decoder import Decoder
+from phalanx.plan.cluster import Cluster
+from phalanx.plan.planner import Plan, make_plan
+
+BATCH, SEQ_LEN, VOCAB = 12, 16, 37
+CPU = Cluster("cpu", 8, 64 * 2**30)
+
+
+def shape(*, tied: bool = True, num_kv_heads: int = 2, num_layers: int = 2) -> ModelShape:
+    return ModelShape(num_layers, 32, 4, num_kv_heads, 8, 40, VOCAB, tied)
+
+
+def decoder(*, tied: bool, dtype: torch.dtype) -> Decoder:
+    """Real weights, the same on every rank and in every process, large enough to bend every nonlinearity."""
+    module = Decoder(shape(tied=tied))
+    fill(module)
+    return module.to(dtype)
+
+
+@torch.no_grad()
+def fill(module: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(11)
+    for parameter in module.parameters():
+        parameter.copy_(0.15 * torch.randn(parameter.shape, generator=generator))
+        if parameter.ndim == 1:
+            parameter.add_(1.0)
+
+
+def global_batches(steps: int, *, documents: bool = False) -> list[dict[str, torch.Tensor]]:
+    """Whole global batches of BATCH sequences: uneven masks, and rows 3, 4 and 5 without any target.
+
+    Whatever cut into ranks and microbatches the tests make (except two ranks with one microbatch each), some rank has
+    a microbatch without a target.
+    """
+    generator = torch.Generator().manual_seed(5)
+    batches = []
+    for _ in range(steps):
+        tokens = torch.randint(VOCAB, (BATCH, SEQ_LEN + 1), generator=generator)
+        targets = tokens[:, 1:].clone()
+        keep = torch.rand(BATCH, 1, generator=generator)  # each row has its own share of masked targets
+        targets[torch.rand(targets.shape, generator=generator) > keep] = -100
+        targets[3:6] = -100
+        batch = {"inputs": tokens[:, :-1].clone(), "targets": targets}
+        batch["positions"] = torch.arange(SEQ_LEN).repeat(BATCH, 1)
+        if documents:
+            batch["document_ids"] = (torch.arange(SEQ_LEN) >= SEQ_LEN // 3).long().repeat(BATCH, 1)
+        batches.append(batch)
+    return batches
+
+
+def share(
+    batch: dict[str, torch.Tensor], rank: int, num_ranks: int, num_microbatches: int
+) -> list[dict[str, torch.Tensor]]:
+    """The microbatches of one rank: of each run of rows that all ranks take together, rank r takes the r-th part."""
+    rows = torch.arange(BATCH).view(num_microbatches, num_ranks, -1)[:, rank]
+    return [{key: tensor[part] for key, tensor in batch.items()} for part in rows]
+
+
+def plan(
+    num_ranks: int, num_microbatches: int = 1, *, recompute: str = "none", precision: str = "fp32", **parallel: Any
+) -> Plan:
+    """The plan of a job with this layout."""
+    job = Job.model_validate(
+        {
+            "model": {"dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 40},
+            "data": {"seq_len": SEQ_LEN},
+            "train": {
+                "global_batch_size": BATCH,
+                "micro_batch_size": BATCH // (num_ranks * num_microbatches),
+                "recompute": recompute,
+            },
+            "parallel": {"ranks": num_ranks, **parallel},
+            "precision": {"compute": precision},
+        }
+    )
+    return make_plan(job, cluster=CPU, vocab_size=VOCAB)
+
+
+LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
+    1: {"one": {}},
+    2: {
+        "ddp": {"dp_replicate": 2},
+        "zero3": {"dp_shard": 2, "zero_stage": 3},
+        "zero2": {"dp_shard": 2, "zero_stage": 2},
+    },
+    4: {
+        "ddp": {"dp_replicate": 4},
+        "zero3": {"dp_shard": 4, "zero_stage": 3},
+        "zero2": {"dp_shard": 4, "zero_stage": 2},
+        "hsdp": {"dp_replicate": 2, "dp_shard": 2, "zero_stage": 3},
+    },
+}
+
+
+class Odd(nn.Module):
+    """No list of blocks, a convolution, both kinds of buffer, and one weight in two modules; returns logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lookup = nn.Embedding(VOCAB, 12)
+        self.mix = nn.Conv1d(12, 12, 3, padding=1)
+        self.squash = nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 12), nn.GELU())
+        self.out = nn.Linear(12, VOCAB)
+        self.out.weight = self.lookup.weight
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 12))
+        self.register_buffer("shift", torch.linspace(-1, 1, 12), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.lookup(tokens) * self.scale + self.shift
+        x = x + self.mix(x.transpose(1, 2)).transpose(1, 2)
+        return self.out(self.squash(x))
+
+
+class SharedAcrossBlocks(nn.Module):
+    """Two blocks that share a matrix (as ALBERT's do), and a third that is its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lookup = nn.Embedding(VOCAB, 12)
+        self.blocks = nn.ModuleList(nn.Linear(12, 12) for _ in range(3))
+        self.blocks[1].weight = self.blocks[0].weight
+        self.out = nn.Linear(12, VOCAB)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        x = self.lookup(inputs)
+        for block in self.blocks:
+            x = x + F.silu(block(x))
+        return self.out(x)
+
+
+class OneBlockTwice(nn.Module):
+    """The same block object stands in the list twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = nn.Linear(12, 12)
+        self.lookup, self.blocks, self.out = nn.Embedding(VOCAB, 12), nn.ModuleList([block, block]), nn.Linear(12, VOCAB)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        x = self.lookup(inputs)
+        for block in self.blocks:
+            x = x + F.silu(block(x))
+        return self.out(x)

@@ -1,0 +1,185 @@
+"""Combinations of keys that no cluster could run, each with its place and the nearest legal value."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from phalanx.core.errors import JobError
+from phalanx.job import check
+from phalanx.job.check import run_checks
+from phalanx.job.explain import sections
+from phalanx.job.load import load_job, load_job_json
+from phalanx.job.schema import Job
+
+
+BASE = ("train.global_batch_size=32", "train.steps=1000")  # so that a default may change
+
+
+def problems(*overrides: str, path: str | None = None) -> list[str]:
+    overrides = overrides if path else (*BASE, *overrides)
+    try:
+        load_job(path, overrides)
+    except JobError as error:
+        return str(error).split("\n")
+    return []
+
+
+def test_the_defaults_agree():
+    every_key = {f"{section}.{key}" for section, keys in sections().items() for key in keys}
+    assert run_checks(Job(), every_key, set()) == []
+
+
+def test_checks_read_keys_that_exist():
+    every_key = {f"{section}.{key}" for section, keys in sections().items() for key in keys}
+    for one in check.CHECKS:
+        assert set(one.asked_by) <= set(one.reads) <= every_key
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ("model.dim=130", "model.dim: dim 130 cannot be divided among 4 heads; nearest dim for 4 heads: 128 or 136"),
+        ("model.num_heads=3", "model.num_heads: dim 128 cannot be divided among 3 heads; nearest dim for 3 heads: 126"),
+        ("model.dim=132 model.num_heads=4", "model.num_heads: dim 132 over 4 heads makes heads of 33, and rotary"),
+        ("model.num_kv_heads=3", "model.num_kv_heads: 3 key and value heads do not divide the 4 query heads"),
+        ("model.num_kv_heads=8", "model.num_kv_heads: 8 key and value heads do not divide the 4 query heads"),
+        ("train.micro_batch_size=5", "train.micro_batch_size: micro-batches of 5 do not divide the global batch of 32"),
+        ("parallel.ranks=5", "parallel.ranks: a global batch of 32 sequences cannot be shared evenly by 5 ranks"),
+        (
+            "train.micro_batch_size=8 parallel.ranks=8",
+            "parallel.ranks: a global batch of 32 sequences cannot be shared evenly by 8 ranks in micro-batches of 8; "
+            "nearest global_batch_size: 64; or ranks: 4",
+        ),
+        (
+            "parallel.dp_replicate=3 parallel.dp_shard=2",
+            "parallel.dp_shard: a global batch of 32 sequences cannot be shared evenly by 6 ranks; "
+            "nearest global_batch_size: 30 or 36; or ranks: 4 or 8",
+        ),
+        (
+            "parallel.ranks=8 parallel.dp_replicate=2 parallel.dp_shard=2",
+            "parallel.ranks: dp_replicate 2 x dp_shard 2 makes 4 ranks, and parallel.ranks is 8; "
+            "nearest: dp_replicate 2 x dp_shard 4, or ranks 4",
+        ),
+        ("parallel.ranks=8 parallel.dp_shard=3", "parallel.dp_shard: dp_shard 3 does not divide the 8 ranks"),
+        ("train.steps=9 optim.warmup_steps=10", "optim.warmup_steps: a warm-up of 10 steps is longer than the 9 steps"),
+        (
+            "train.steps=100 optim.schedule=wsd optim.warmup_steps=30 optim.decay_fraction=0.8",
+            "optim.decay_fraction: 30 steps of warm-up and 80 of decay are more than the 100 steps of train.steps; "
+            "decay_fraction at most 0.7, or warmup_steps at most 20",
+        ),
+        ("optim.betas=[1,0.9]", "optim.betas[0]: wanted a number below 1"),
+        ("model.args.a=1", 'model.args: is for your own factory, and model.kind is "decoder"'),
+        ("model.kind=a.b:", "model.kind: 'a.b:' is not package.module:factory"),
+        ("model.kind=a:b:c", "model.kind: 'a:b:c' is not package.module:factory"),
+        ("model.objective=a.b", "model.objective: 'a.b' is not package.module:function"),
+    ],
+)
+def test_refused(overrides, line):
+    found = problems(*overrides.split())
+    assert len(found) == 1
+    assert found[0].startswith(f"override: {line}")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "parallel.ranks=4 parallel.dp_shard=2",
+        "parallel.ranks=4 parallel.dp_replicate=2 parallel.dp_shard=2",
+        "parallel.dp_shard=1 parallel.zero_stage=2",
+        "parallel.zero_stage=2",
+        "train.micro_batch_size=4 parallel.ranks=8",
+        "optim.warmup_steps=10 train.steps=10",
+        "train.steps=3",
+        "train.steps=3 optim.schedule=wsd",
+        "optim.schedule=wsd optim.warmup_steps=200 optim.decay_fraction=0.8",
+        "optim.decay_fraction=1 optim.schedule=cosine",
+        "model.kind=a.b:c model.args.width=3 model.num_heads=3",
+        "model.kind=a.b:Class.method model.objective=a:f",
+        'resilience.inject=["kill:rank=1,step=7,phase=backward"] parallel.ranks=2',
+    ],
+)
+def test_allowed(overrides, monkeypatch):
+    monkeypatch.setattr(check, "FAULTS", "phalanx.no_such_room.faults")
+    assert problems(*overrides.split()) == []
+
+
+def test_names_the_user_gave_not_the_defaults(tmp_path, monkeypatch):
+    """Of the keys that disagree, the one told is an override, else one that stands in the file."""
+    monkeypatch.chdir(tmp_path)
+    Path("job.toml").write_text("[train]\nglobal_batch_size = 30\n[model]\nnum_heads = 3\n")
+    assert [line.split(": ")[:2] for line in problems("parallel.ranks=4", path="job.toml")] == [
+        ["job.toml:4:13", "model.num_heads"],
+        ["override", "parallel.ranks"],
+    ]
+
+
+def test_silent_about_what_was_refused_already():
+    found = problems("model.num_heads=x", "model.dim=130", "train.micro_batch_size=0", "train.global_batch_size=33")
+    assert [line.split(": ")[1] for line in found] == ["model.num_heads", "train.micro_batch_size"]
+
+
+def test_a_short_run_can_be_resumed(tmp_path):
+    """job.json holds the default warm-up as if it had been given."""
+    import json
+
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps(load_job(None, ["train.steps=3"]).to_json()))
+    assert load_job_json(path).train.steps == 3
+    with pytest.raises(JobError, match="longer than the 3 steps"):
+        load_job_json(path, ["optim.warmup_steps=4"])
+
+
+# Faults
+
+
+@pytest.fixture
+def faults(tmp_path, monkeypatch):
+    """A folder of faults as phalanx.resilience will have one: kill and stall."""
+    folder = tmp_path / "a_room" / "faults"
+    folder.mkdir(parents=True)
+    for file in (folder.parent / "__init__.py", folder / "__init__.py", folder / "kill.py", folder / "stall.py"):
+        file.write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(check, "FAULTS", "a_room.faults")
+
+
+@pytest.mark.usefixtures("faults")
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("kil:rank=1", ["unknown fault 'kil'; did you mean \"kill\"?"]),
+        ("zzz:rank=1", ["unknown fault 'zzz'; faults are kill, stall"]),
+        (":rank=1", ["names no fault"]),
+        ("", ["names no fault"]),
+        ("kill:", ["'' in 'kill:' is not key=value"]),
+        ("kill:rank", ["'rank' in 'kill:rank' is not key=value"]),
+        ("kill:rank=1,,step=2", ["'' in 'kill:rank=1,,step=2' is not key=value"]),
+        ("kill:rnk=1", ["unknown key 'rnk' in 'kill:rnk=1'; did you mean \"rank\"?"]),
+        ("kill:rank=one", ["rank 'one' in 'kill:rank=one' is not a whole number"]),
+        ("kill:step=-1", ["step '-1' in 'kill:step=-1' is not a whole number"]),
+        ("kill:rank=1,rank=1", ["rank is given twice"]),
+        ("kill:phase=forwrd", ["unknown phase 'forwrd'; did you mean \"forward\"?"]),
+        ("kill:phase=zzz", ["unknown phase 'zzz'; phases are startup, data"]),
+        ("kil:rnk=1,step=x", ["unknown fault", "unknown key", "step 'x'"]),
+        ("kill:rank=2", ["'kill:rank=2' strikes rank 2, which does not exist; ranks are 0 to 1"]),
+        ("kill:step=1001", ["'kill:step=1001' strikes at step 1001, and train.steps is 1000"]),
+        ("kill", []),
+        ("stall: rank = 1, step = 1000, phase = ckpt_write", []),
+    ],
+)
+def test_faults(fault, words, tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text(f'[train]\nsteps = 1000\n[parallel]\nranks = 2\n[resilience]\ninject = [\n "{fault}"]\n')
+    found = problems(path=str(path))
+    assert len(found) == len(words)
+    for line, word in zip(found, words, strict=True):
+        assert line.startswith(f"{path}:7:2: resilience.inject[0]: ")
+        assert word in line
+
+
+@pytest.mark.parametrize("package", ["phalanx.no_such_room.faults", "phalanx.job.no_such_folder"])
+def test_fault_names_are_not_judged_where_the_folder_is_absent(package, monkeypatch):
+    monkeypatch.setattr(check, "FAULTS", package)
+    assert problems('resilience.inject=["anything:rank=0"]') == []
