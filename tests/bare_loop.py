@@ -54,8 +54,8 @@ def train_alone(
     return trace
 
 
-def error(found: torch.Tensor, reference: torch.Tensor, gradients: Tensors) -> float:
-    """|a-b| / max(|ref|, 1e-3 |g|_global / sqrt(num_tensors)): a gradient that is truly zero has no relative error."""
+def error(off: torch.Tensor, reference: torch.Tensor, gradients: Tensors) -> float:
+    """|a-b| / max(|b|, 1e-3 |g|_global / sqrt(num_tensors)), of `off` = a-b: a gradient that is 0 has no other scale."""
     scale = sum(g.double().square().sum() for g in gradients.values()).item() ** 0.5
     floor = 1e-3 * scale / len(gradients) ** 0.5
-    return ((found - reference).double().norm() / max(reference.double().norm().item(), floor)).item()
+    return off.double().norm().item() / max(reference.double().norm().item(), floor)

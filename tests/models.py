@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from phalanx.job.schema import Job
@@ -14,7 +13,7 @@ from phalanx.nn.models.decoder import Decoder
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.planner import Plan, make_plan
 
-BATCH, SEQ_LEN, VOCAB = 12, 16, 37
+BATCH, SEQ_LEN, VOCAB = 12, 8, 37
 CPU = Cluster("cpu", 8, 64 * 2**30)
 
 
@@ -129,14 +128,14 @@ class SharedAcrossBlocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.lookup = nn.Embedding(VOCAB, 12)
-        self.blocks = nn.ModuleList(nn.Linear(12, 12) for _ in range(3))
-        self.blocks[1].weight = self.blocks[0].weight
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(12, 12), nn.SiLU()) for _ in range(3))
+        self.blocks[1][0].weight = self.blocks[0][0].weight
         self.out = nn.Linear(12, VOCAB)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         x = self.lookup(inputs)
         for block in self.blocks:
-            x = x + F.silu(block(x))
+            x = x + block(x)
         return self.out(x)
 
 
@@ -145,11 +144,11 @@ class OneBlockTwice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        block = nn.Linear(12, 12)
+        block = nn.Sequential(nn.Linear(12, 12), nn.SiLU())
         self.lookup, self.blocks, self.out = nn.Embedding(VOCAB, 12), nn.ModuleList([block, block]), nn.Linear(12, VOCAB)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         x = self.lookup(inputs)
         for block in self.blocks:
-            x = x + F.silu(block(x))
+            x = x + block(x)
         return self.out(x)

@@ -76,8 +76,7 @@ def test_steps_done_again_after_a_restart_are_shown_as_they_come() -> None:
     for number in range(11, 21):
         console.write(step(number, attempt=1))
     lines = stream.getvalue().splitlines()
-    assert lines[2] == "rank 1 failed at step 15 in backward: signal, SIGKILL, seen after 300 ms"
-    assert lines[3] == "restart 1 of at most 3, from step 10"
+    assert not any("failed" in line for line in lines)  # the supervisor says why, in its own words
     assert [line.split()[1] for line in lines if line.startswith("step")] == ["1/100", "10/100", "11/100", "20/100"]
     assert "eta 8.0 s" in lines[-1]
 

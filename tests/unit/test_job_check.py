@@ -13,7 +13,6 @@ from phalanx.job.explain import sections
 from phalanx.job.load import load_job, load_job_json
 from phalanx.job.schema import Job
 
-
 BASE = ("train.global_batch_size=32", "train.steps=1000")  # so that a default may change
 
 
@@ -59,7 +58,7 @@ def test_checks_read_keys_that_exist():
         ),
         (
             "parallel.ranks=8 parallel.dp_replicate=2 parallel.dp_shard=2",
-            "parallel.ranks: dp_replicate 2 x dp_shard 2 makes 4 ranks, and parallel.ranks is 8; "
+            "parallel.dp_shard: dp_replicate 2 x dp_shard 2 makes 4 ranks, and parallel.ranks is 8; "
             "nearest: dp_replicate 2 x dp_shard 4, or ranks 4",
         ),
         ("parallel.ranks=8 parallel.dp_shard=3", "parallel.dp_shard: dp_shard 3 does not divide the 8 ranks"),
@@ -151,12 +150,14 @@ def faults(tmp_path, monkeypatch):
     [
         ("kil:rank=1", ["unknown fault 'kil'; did you mean \"kill\"?"]),
         ("zzz:rank=1", ["unknown fault 'zzz'; faults are kill, stall"]),
-        (":rank=1", ["names no fault"]),
-        ("", ["names no fault"]),
-        ("kill:", ["'' in 'kill:' is not key=value"]),
-        ("kill:rank", ["'rank' in 'kill:rank' is not key=value"]),
+        (":rank=1", ["':rank=1' is not fault:key=value,..."]),
+        ("", ["'' is not fault:key=value,..."]),
+        ("kill:", ["'kill:' is not fault:key=value,..."]),
+        ("kill:rank", ["'kill:rank' is not fault:key=value,..."]),
+        ("a.b::rank=1", ["'a.b:' is not package.module:function"]),
         ("kill:rank=1,,step=2", ["'' in 'kill:rank=1,,step=2' is not key=value"]),
         ("kill:rnk=1", ["unknown key 'rnk' in 'kill:rnk=1'; did you mean \"rank\"?"]),
+        ("kill:rank=1, step=2", ["unknown key ' step' in 'kill:rank=1, step=2'; did you mean \"step\"?"]),
         ("kill:rank=one", ["rank 'one' in 'kill:rank=one' is not a whole number"]),
         ("kill:step=-1", ["step '-1' in 'kill:step=-1' is not a whole number"]),
         ("kill:rank=1,rank=1", ["rank is given twice"]),
@@ -166,7 +167,9 @@ def faults(tmp_path, monkeypatch):
         ("kill:rank=2", ["'kill:rank=2' strikes rank 2, which does not exist; ranks are 0 to 1"]),
         ("kill:step=1001", ["'kill:step=1001' strikes at step 1001, and train.steps is 1000"]),
         ("kill", []),
-        ("stall: rank = 1, step = 1000, phase = ckpt_write", []),
+        ("stall:rank=1,step=1000,phase=ckpt_write", []),
+        ("my.faults:burn:rank=1", []),
+        ("my.faults:burn", []),
     ],
 )
 def test_faults(fault, words, tmp_path):

@@ -15,15 +15,12 @@ from phalanx.cli._baselines import score
 from phalanx.cli._summary import summary_lines
 from phalanx.core.errors import UsageError
 from phalanx.core.files import open_run_directory, resource_error, write_json_atomic
-from phalanx.core.registry import is_foreign
 from phalanx.data.corpus import Corpus, prepare_corpus
-from phalanx.job.foreign import probe_foreign_shape
 from phalanx.job.schema import Job
-from phalanx.job.shape import ModelShape
 from phalanx.launch.supervisor import Outcome
 from phalanx.observe.bus import Bus
 from phalanx.plan.cluster import detect_cluster
-from phalanx.plan.planner import Plan, describe, make_plan
+from phalanx.plan.planner import Plan, describe, foreign_shape, make_plan
 from phalanx.report.page import write_report
 
 CHECKPOINT_BYTES_PER_PARAM = 12  # fp32 weights and two moments
@@ -37,13 +34,6 @@ class Prepared:
     plan: Plan
     corpus: Corpus
     run_dir: Path
-
-
-def foreign_shape(job: Job) -> ModelShape | None:
-    """What is known of a user's own module; None for a built-in one."""
-    if not is_foreign(job.model.kind):
-        return None
-    return probe_foreign_shape(job.model.kind, job.model.args, cache_dir=None)
 
 
 @contextlib.contextmanager

@@ -23,12 +23,11 @@ def command(
     import json
 
     from phalanx.cli._arguments import split_arguments
-    from phalanx.cli._prepare import foreign_shape
     from phalanx.job.load import load_job
     from phalanx.plan.planner import describe, make_plan
 
     job_file, overrides = split_arguments(arguments or [])
     job = load_job(job_file, overrides)
-    plan = make_plan(job, shape=foreign_shape(job))
+    plan = make_plan(job)
     print(json.dumps(plan.to_json(), indent=1) if as_json else "\n".join(describe(plan)))
     return 0

@@ -220,8 +220,8 @@ def _faults_beyond(job: Job, key: str, last: int, what: str) -> list[Finding]:
     """One finding for each fault that names a `key` greater than `last`."""
     findings: list[Finding] = []
     for index, text in enumerate(job.resilience.inject):
-        for name, _, value in (part.partition("=") for part in _fault_parts(text)):
-            if name.strip() == key and _is_count(value.strip()) and int(value) > last:
+        for name, _, value in (part.partition("=") for part in _split_fault(text)[1]):
+            if name == key and _is_count(value) and int(value) > last:
                 findings.append(Finding(("resilience", "inject", index), what.format(text=text, number=int(value))))
     return findings
 
@@ -229,16 +229,18 @@ def _faults_beyond(job: Job, key: str, last: int, what: str) -> list[Finding]:
 def _fault_problems(text: str) -> list[tuple[str, str]]:
     """What is wrong with the spelling of "fault:key=value,...", each as (what, fix)."""
     usage = 'write "fault:rank=1,step=7,phase=backward"'
-    fault = text.partition(":")[0].strip()
+    fault, parts = _split_fault(text)
     known = _names(FAULTS)
     wrong: list[tuple[str, str]] = []
-    if not fault:
-        wrong.append((f"{text!r} names no fault", usage))
-    elif known and fault not in known:
+    if fault.partition(":")[0] in ("", *known) and fault not in known:
+        wrong.append((f"{text!r} is not fault:key=value,...", usage))
+    elif registry.is_foreign(fault) and not _is_foreign_name(fault):
+        wrong.append((f"{fault!r} is not package.module:function", usage))
+    elif not registry.is_foreign(fault) and known and fault not in known:
         wrong.append((f"unknown fault {fault!r}", did_you_mean(fault, known) or f"faults are {', '.join(known)}"))
     seen: set[str] = set()
-    for part in _fault_parts(text):
-        key, _, value = (word.strip() for word in part.partition("="))
+    for part in parts:
+        key, _, value = part.partition("=")
         if not value:
             wrong.append((f"{part!r} in {text!r} is not key=value", usage))
         elif key not in FAULT_KEYS:
@@ -254,9 +256,10 @@ def _fault_problems(text: str) -> list[tuple[str, str]]:
     return wrong
 
 
-def _fault_parts(text: str) -> list[str]:
-    _, colon, rest = text.partition(":")
-    return rest.split(",") if colon else []
+def _split_fault(text: str) -> tuple[str, list[str]]:
+    """ "kill:rank=1,step=7" -> ("kill", ["rank=1", "step=7"]). A fault of the user's own has a colon in its name."""
+    head, _, tail = text.rpartition(":")
+    return (head, tail.split(",")) if "=" in tail and head else (text, [])
 
 
 def _is_count(text: str) -> bool:

@@ -130,7 +130,6 @@ def _blame(finding: Finding, source: Source, overrides: Sequence[Override]) -> t
     for override in reversed(overrides):
         if _touches(override.path, finding.path):
             return finding.path, override.index
-    for override in reversed(overrides):
         if any(_touches(override.path, path) for path in finding.also):
             return override.path[:2], override.index
     for path in (finding.path, *finding.also):

@@ -73,7 +73,7 @@ class Data(Section):
 
 
 class Train(Section):
-    steps: Positive = 800
+    steps: Positive = 500
     """Optimizer updates in all."""
     global_batch_size: Positive = 16
     """Sequences per update over all ranks."""

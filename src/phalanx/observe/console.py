@@ -14,6 +14,15 @@ from phalanx.observe.events import Envelope, StepFinished
 
 AVERAGED_STEPS = 20  # the first steps are slow (allocation, compilation); a short memory forgets them soon
 REDRAW_S = 0.1
+
+# The supervisor itself says why ranks start again, and a run's last lines show what came out.
+TOLD_ELSEWHERE = (
+    events.RankFailed,
+    events.RestartScheduled,
+    events.TextGenerated,
+    events.BaselineMeasured,
+    events.RunFinished,
+)
 MAX_LINE, MAX_SAMPLE = 300, 100
 
 
@@ -244,7 +253,7 @@ class PlainConsole:
         if self._pace.take(envelope):
             if self._is_due():
                 self.say(self._step_line())
-        elif (line := describe(envelope)) is not None:
+        elif not isinstance(envelope.event, TOLD_ELSEWHERE) and (line := describe(envelope)) is not None:
             self.say(line)
 
     def _is_due(self) -> bool:
@@ -285,7 +294,7 @@ class LiveConsole:
     def write(self, envelope: Envelope) -> None:
         if self._pace.take(envelope):
             self.tick()
-        elif (line := describe(envelope)) is not None:
+        elif not isinstance(envelope.event, TOLD_ELSEWHERE) and (line := describe(envelope)) is not None:
             self.say(line, style=_style(envelope.event))
 
     def say(self, line: str, style: str = "") -> None:

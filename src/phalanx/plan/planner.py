@@ -8,13 +8,16 @@ from typing import Any
 
 from phalanx.core.digest import digest
 from phalanx.core.errors import LayoutError
+from phalanx.core.registry import is_foreign
 from phalanx.core.units import format_bytes, format_count
+from phalanx.job.foreign import probe_foreign_shape
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape, shape_of
 from phalanx.plan.cluster import Cluster, detect_cluster
 from phalanx.plan.layout import Layout
 from phalanx.plan.memory import Workload, rank_memory
 
+BYTE_VOCAB_SIZE = 257  # what text needs: 256 byte values and the end of a document
 MAX_CPU_RANKS = 8
 HEADROOM = 0.94  # part of a rank's memory a plan may fill
 RUNTIME_BYTES = 450 * 2**20  # interpreter and torch of one CPU rank
@@ -118,13 +121,14 @@ def make_plan(
 ) -> Plan:
     """Choose the simplest layout that fits and say why.
 
-    A user's own module must be described by `shape` (phalanx.job.foreign measures it).
+    `shape` saves describing a user's own module again, which takes another process a few seconds.
     `vocab_size` comes from the data when the job leaves it open; `num_ranks` is fixed when ranks run already (under
     another launcher). Raises LayoutError (exit 3) for ranks or batches that do not divide, naming the nearest that do,
     and for a layout that was asked for and cannot fit.
     """
     cluster = cluster or detect_cluster(job.cluster.device)
-    shape = shape or shape_of(job, vocab_size or job.model.vocab_size or 257)
+    if shape is None:
+        shape = foreign_shape(job) or shape_of(job, vocab_size or job.model.vocab_size or BYTE_VOCAB_SIZE)
     ranks, reasons = _choose_ranks(job, cluster, num_ranks)
     micro, num_microbatches = _split_batch(job, ranks)
     work = Workload(micro, job.data.seq_len, job.precision.compute, job.train.recompute, job.train.loss_chunk_tokens)
@@ -158,6 +162,11 @@ def make_plan(
         reasons=tuple(reasons),
         shape=shape.to_json(),
     )
+
+
+def foreign_shape(job: Job) -> ModelShape | None:
+    """What can be measured of a user's own module; None for a built-in one."""
+    return probe_foreign_shape(job.model.kind, job.model.args) if is_foreign(job.model.kind) else None
 
 
 def divisors(number: int) -> list[int]:

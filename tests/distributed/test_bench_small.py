@@ -1,0 +1,57 @@
+"""The benchmark on a model of nothing: every contender runs, leaves a whole row, and learns."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from phalanx.bench.__main__ import parse, run
+from phalanx.bench.cases import BARE, CEILING, PHALANX, Case, Row
+from phalanx.core.errors import ExitCode
+from phalanx.core.units import MIB
+
+TINY = Case(dim=64, num_layers=1, vocab_size=256, precision="fp32", micro_batch_size=4, num_microbatches=2, seq_len=32)
+WARMUP, STEPS = 2, 12
+
+
+def test_every_contender_leaves_a_whole_row_and_learns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("phalanx.bench.__main__._warm_file_cache", lambda: None)
+    rows = [Row(TINY, contender, 0) for contender in (PHALANX, BARE, CEILING)]
+    options = parse(["--steps", str(STEPS), "--warmup", str(WARMUP), "--out", str(tmp_path), "--label", "here"])
+    code = run(options, rows)
+    said = capsys.readouterr().out
+    assert code == ExitCode.OK, said
+    (path,) = tmp_path.glob("*-here.jsonl")
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [record["contender"] for record in records] == [PHALANX, BARE, CEILING]
+    for record in records:
+        assert len(record["step_s"]) == STEPS
+        assert min(record["step_s"]) > 0
+        assert record["tokens_per_s"] == pytest.approx(TINY.tokens_per_step / record["median_step_s"])
+        assert 0 < record["first_step_s"] < record["wall_s"]
+        assert len(record["peak_rss_bytes"]) == 2
+        assert min(record["peak_rss_bytes"]) > 50 * MIB
+        losses = record["losses"]
+        assert len(losses) == WARMUP + STEPS
+        assert losses[0] == pytest.approx(math.log(TINY.vocab_size), abs=0.2)
+        assert losses[-1] < losses[0] - 0.3
+    ends = [record["losses"][-1] for record in records]
+    assert ends == pytest.approx([ends[0]] * 3, abs=0.5)  # same model, optimizer and distribution of tokens
+    assert "| 64x1-v256-fp32 |" in said
+
+
+def test_a_contender_that_fails_is_a_row_with_its_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("phalanx.bench.__main__._warm_file_cache", lambda: None)
+    monkeypatch.setattr("phalanx.bench.contenders.LEARNING_RATE", -1.0)
+    options = parse(["--steps", "1", "--out", str(tmp_path), "--label", "here"])
+    assert run(options, [Row(TINY, PHALANX, 0)]) == ExitCode.INTERNAL
+    (path,) = tmp_path.glob("*-here.jsonl")
+    assert "optim.lr" in json.loads(path.read_text())["error"]
+    assert "FAILED: exit status 3" in capsys.readouterr().out

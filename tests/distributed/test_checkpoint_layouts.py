@@ -1,0 +1,465 @@
+"""Checkpoints do not know layouts: saved under one, restored under any other. Reference: the saved tensors themselves."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from models import LAYOUTS, global_batches, plan, shape, share
+from ranks import run_ranks
+from torch.distributed.tensor import DTensor
+
+from phalanx.checkpoint import store
+from phalanx.checkpoint.manifest import MANIFEST, body_xxh3, file_xxh3, list_checkpoints, read_manifest
+from phalanx.core.errors import CheckpointError
+from phalanx.core.phases import Phases
+from phalanx.job.schema import Optim
+from phalanx.mesh.logical import Box, LogicalShard, dtype_name
+from phalanx.mesh.mesh import Mesh, open_mesh
+from phalanx.nn.models.decoder import Decoder
+from phalanx.nn.objective import causal_cross_entropy
+from phalanx.optim.adamw import build_adamw
+from phalanx.parallel.parallelize import parallelize
+from phalanx.plan.layout import Layout
+from phalanx.train.state import TrainState
+
+OBJECTIVE = causal_cross_entropy(64)
+Tensors = dict[str, torch.Tensor]
+
+
+def new_state(mesh: Mesh, layout: dict[str, int], *, seed: int = 0) -> TrainState:
+    with torch.device("meta"):
+        module = Decoder(shape())
+    model = parallelize(module, plan(mesh.world_size, **layout), mesh, seed=seed)
+    return TrainState(model, build_adamw(model.named_parameters(), Optim(lr=1e-2)), seed)
+
+
+def take_step(state: TrainState, batch: Tensors) -> float:
+    mesh = state.model.mesh
+    mine = share(batch, mesh.data_parallel_rank, mesh.world_size, 1)
+    facts = state.model.finish_step(state.model.forward_backward(mine, OBJECTIVE), max_norm=1.0)
+    state.optimizer.step()
+    state.optimizer.zero_grad()
+    state.step += 1
+    return facts.loss
+
+
+def whole_tensors(state: TrainState) -> Tensors:
+    """Weights, both moments and update counts, gathered by torch and named here: what a restore is compared with."""
+
+    def full(tensor: torch.Tensor) -> torch.Tensor:
+        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+    found: Tensors = {}
+    for name, parameter in state.model.module.named_parameters():
+        found[f"{name} weight"] = full(parameter)
+        for slot, value in state.optimizer.state[parameter].items():
+            found[f"{name} {slot}"] = full(value)
+    return found
+
+
+def each_layout(num_ranks: int) -> Iterator[tuple[str, dict[str, int], Mesh]]:
+    for name, layout in LAYOUTS[num_ranks].items():
+        with open_mesh(plan(num_ranks, **layout).layout, device="cpu") as mesh:
+            yield f"{name}-{num_ranks}", layout, mesh
+
+
+def save_each(rank: int, num_ranks: int, root: Path) -> dict[str, tuple[Tensors, int]]:
+    found = {}
+    for name, layout, mesh in each_layout(num_ranks):
+        state = new_state(mesh, layout)
+        for batch in global_batches(2):
+            take_step(state, batch)
+        _, num_bytes = state.save(root / name, job_digest="0", phases=Phases())
+        found[name] = (whole_tensors(state), num_bytes)
+    return found
+
+
+def load_each(rank: int, num_ranks: int, root: Path, saved: dict[str, Tensors]) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    batch = global_batches(3)[2]
+    for name, layout, mesh in each_layout(num_ranks):
+        for source, reference in saved.items():
+            state = new_state(mesh, layout)
+            before = whole_tensors(state)
+            assert any(not torch.equal(before[key], reference[key]) for key in reference)
+            state.restore(list_checkpoints(root / source)[-1], phases=Phases())
+            restored = whole_tensors(state)
+            assert set(restored) == set(reference)
+            wrong = [key for key in reference if not torch.equal(restored[key], reference[key])]
+            found[source, name] = (wrong, state.step, take_step(state, batch))
+    return found
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tuple[Tensors, int]]]:
+    root = tmp_path_factory.mktemp("layouts")
+    found: dict[str, tuple[Tensors, int]] = {}
+    for num_ranks in LAYOUTS:
+        found |= run_ranks(num_ranks, save_each, num_ranks, root)[0]
+    return root, found
+
+
+@pytest.mark.parametrize("num_ranks", list(LAYOUTS))
+def test_restored_under_every_layout(num_ranks: int, saved: Any) -> None:
+    """Every bit of weights, moments and counts; and the next step's loss is the same in all of them."""
+    root, found = saved
+    tensors = {name: values for name, (values, _) in found.items()}
+    outcomes = run_ranks(num_ranks, load_each, num_ranks, root, tensors)
+    assert len(outcomes[0]) == len(LAYOUTS[num_ranks]) * len(found)
+    for outcome in outcomes:
+        for case, (wrong, step, loss) in outcome.items():
+            assert wrong == [], case
+            assert step == 2
+            assert loss == pytest.approx(outcomes[0]["one-1", case[1]][2], rel=1e-4), case
+
+
+def test_replicated_tensors_are_written_once(saved: Any) -> None:
+    """Bytes on disk are those of one copy of the state plus headers, whatever the layout; no rank writes it all."""
+    root, found = saved
+    state_bytes = sum(t.numel() * t.element_size() for t in found["one-1"][0].values())
+    for name, (_, num_bytes) in found.items():
+        assert state_bytes <= num_bytes <= state_bytes + 20_000 * int(name[-1]), name
+        files = [file.stat().st_size for file in (root / name).rglob("*.safetensors")]
+        assert sum(files) == num_bytes
+        assert len(files) == int(name[-1])
+        assert max(files) < 0.75 * num_bytes or len(files) == 1, name
+
+
+# The store alone: hand-made logical shards
+
+
+ONE = Mesh(Layout(), 0, 0, torch.device("cpu"))
+
+
+def origin(size: tuple[int, ...]) -> tuple[int, ...]:
+    return (0,) * len(size)
+
+
+@st.composite
+def partitions(draw: st.DrawFn, size: tuple[int, ...]) -> list[Box]:
+    """`size` cut at random into boxes, by halving boxes along random dimensions."""
+    boxes = [(origin(size), size)]
+    for _ in range(draw(st.integers(0, 4))):
+        at = draw(st.integers(0, len(boxes) - 1))
+        offset, extent = boxes[at]
+        long = [d for d, n in enumerate(extent) if n > 1]
+        if not long:
+            continue
+        dim = draw(st.sampled_from(long))
+        left = draw(st.integers(1, extent[dim] - 1))
+        first = tuple(left if d == dim else n for d, n in enumerate(extent))
+        rest = tuple(n - left if d == dim else n for d, n in enumerate(extent))
+        moved = tuple(o + left if d == dim else o for d, o in enumerate(offset))
+        boxes[at : at + 1] = [(offset, first), (moved, rest)]
+    return [Box(offset, offset, extent) for offset, extent in boxes]
+
+
+def in_strips(boxes: list[Box], size: tuple[int, ...]) -> list[Box]:
+    """The boxes with local places of their own: stacked along dimension 0, as a rank with several pieces may hold them."""
+    if not size:
+        return boxes
+    found, at = [], 0
+    for box in boxes:
+        found.append(Box(box.global_offset, (at, *origin(size)[1:]), box.size))
+        at += box.size[0]
+    return found
+
+
+def shard(name: str, whole: torch.Tensor, boxes: list[Box], *, strips: bool, fill: bool) -> LogicalShard:
+    """A LogicalShard of `whole` held as `boxes`: in a strided local tensor, or in stacked strips."""
+    size = tuple(whole.shape)
+    if strips and size:
+        boxes = in_strips(boxes, size)
+        local = torch.zeros((sum(box.size[0] for box in boxes), *size[1:]), dtype=whole.dtype)
+    else:
+        local = torch.zeros((*size, 2), dtype=whole.dtype)[..., 0]
+    if fill:
+        for box in boxes:
+            view(local, box.local_offset, box.size).copy_(view(whole, box.global_offset, box.size))
+    return LogicalShard(name, size, dtype_name(whole.dtype), tuple(boxes), local)
+
+
+def view(tensor: torch.Tensor, offset: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
+    return tensor[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
+
+
+WHOLE = {
+    "matrix": torch.randn(7, 5, generator=torch.Generator().manual_seed(1)),
+    "cube": torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(2)).double(),
+    "half": torch.randn(6, 3, generator=torch.Generator().manual_seed(3)).bfloat16(),
+    "vector": torch.arange(9),
+    "scalar": torch.tensor(3.5),
+    "empty": torch.zeros(0, 4),
+}
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_partition_is_restored_under_any_other(tmp_path: Path, data: st.DataObject) -> None:
+    """Bit for bit, for any cut into boxes on either side, strided or stacked; scalars, bf16, integers, empty tensors."""
+
+    def shards(fill: bool) -> dict[str, LogicalShard]:
+        return {
+            name: shard(name, whole, data.draw(partitions(tuple(whole.shape))), strips=data.draw(st.booleans()), fill=fill)
+            for name, whole in WHOLE.items()
+        }
+
+    written, wanted = shards(True), shards(False)
+    path, _ = store.save(tmp_path, 1, written, aliases={}, facts={}, job_digest="", mesh=ONE, phases=Phases())
+    store.load(path, wanted, mesh=ONE, phases=Phases())
+    for name, found in wanted.items():
+        for box in found.boxes:
+            assert torch.equal(view(found.tensor, box.local_offset, box.size), view(WHOLE[name], box.global_offset, box.size))
+
+
+def test_facts_and_aliases_come_back_and_a_step_can_be_saved_again(tmp_path: Path) -> None:
+    shards = {"w": shard("w", torch.ones(3), [Box((0,), (0,), (3,))], strips=False, fill=True)}
+    for value in (1.0, 2.0):
+        shards["w"].tensor.fill_(value)
+        path, _ = store.save(
+            tmp_path, 5, shards, aliases={"a": "w"}, facts={"n": value}, job_digest="d", mesh=ONE, phases=Phases()
+        )
+        (path.with_name(f".{path.name}.replaced") / "left").mkdir(parents=True)  # as a crash may leave it
+    shards["w"].tensor.zero_()
+    manifest = store.load(path, shards, mesh=ONE, phases=Phases())
+    assert shards["w"].tensor.tolist() == [2.0] * 3
+    assert (manifest.facts, manifest.aliases, manifest.step, manifest.job_digest) == ({"n": 2.0}, {"a": "w"}, 5, "d")
+    assert list_checkpoints(tmp_path) == [path]
+
+
+def test_blocks_that_do_not_make_the_whole_are_not_written(tmp_path: Path) -> None:
+    part = shard("w", torch.ones(4), [Box((0,), (0,), (3,))], strips=False, fill=True)
+    with pytest.raises(CheckpointError, match="w do not make the whole"):
+        store.save(tmp_path, 1, {"w": part}, aliases={}, facts={}, job_digest="", mesh=ONE, phases=Phases())
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+# Damage
+
+
+FILE = "rank-0001.safetensors"
+
+
+class Canary:
+    """Unpickling it would leave a file behind."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.path,))
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 16
+    path.write_bytes(data)
+
+
+def edit(directory: Path, change: Callable[[dict[str, Any]], Any], *, sign: bool = True) -> None:
+    """Change the manifest; with `sign`, as someone would who also knows how to write its checksum."""
+    path = directory / MANIFEST
+    body = json.loads(path.read_text())
+    change(body)
+    if sign:
+        body["xxh3"] = body_xxh3(body)
+    path.write_text(json.dumps(body))
+
+
+def pieces(body: dict[str, Any], name: str = "big") -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = body["tensors"][name]["pieces"]
+    return found
+
+
+def swap_pieces(body: dict[str, Any]) -> None:
+    first, second = pieces(body)
+    first["offset"], second["offset"] = second["offset"], first["offset"]
+
+
+def swap_files(directory: Path) -> None:
+    (directory / FILE).rename(directory / "third")
+    (directory / "rank-0000.safetensors").rename(directory / FILE)
+    (directory / "third").rename(directory / "rank-0000.safetensors")
+
+
+def point_outside(body: dict[str, Any]) -> None:
+    body["files"]["../outside.safetensors"] = body["files"].pop(FILE)
+    for tensor in body["tensors"].values():
+        for piece in tensor["pieces"]:
+            piece["file"] = piece["file"].replace(FILE, "../outside.safetensors")
+
+
+def plant_pickle(directory: Path) -> None:
+    path = directory / FILE
+    path.write_bytes(pickle.dumps(Canary(directory.parent / "executed")))
+    stored = {"num_bytes": path.stat().st_size, "xxh3": file_xxh3(path)}
+    edit(directory, lambda body: body["files"].update({FILE: stored}))
+
+
+DAMAGE: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "flipped bit in a tensor": ("not those that were written", lambda d: flip(d / FILE, -3)),
+    "flipped bit in a header": ("not those that were written", lambda d: flip(d / FILE, 20)),
+    "truncated file": ("bytes, not the", lambda d: (d / FILE).write_bytes((d / FILE).read_bytes()[:-1])),
+    "missing file": ("cannot be read", lambda d: (d / FILE).unlink()),
+    "swapped files": ("written", swap_files),
+    "missing manifest": ("never committed", lambda d: (d / MANIFEST).unlink()),
+    "truncated manifest": ("cannot be read", lambda d: (d / MANIFEST).write_bytes((d / MANIFEST).read_bytes()[:200])),
+    "manifest is a list": ("format", lambda d: (d / MANIFEST).write_text("[]")),
+    "edited fact": ("checksum", lambda d: edit(d, lambda b: b["facts"].update(step=8), sign=False)),
+    "pieces swapped": ("checksum", lambda d: edit(d, swap_pieces, sign=False)),
+    "missing tensor": ("1 missing: small", lambda d: edit(d, lambda b: b["tensors"].pop("small"))),
+    "unknown tensor": ("not in this model: x", lambda d: edit(d, lambda b: b["tensors"].update(x=b["tensors"]["small"]))),
+    "wrong shape": ("wanted [8, 4]", lambda d: edit(d, lambda b: b["tensors"]["big"].update(shape=[8, 5]))),
+    "wrong dtype": ("float64", lambda d: edit(d, lambda b: b["tensors"]["big"].update(dtype="float64"))),
+    "path traversal": ("bad file name", lambda d: edit(d, point_outside)),
+    "piece outside": ("outside its shape", lambda d: edit(d, lambda b: pieces(b)[1].update(offset=[5, 0]))),
+    "piece of the wrong size": ("not float32", lambda d: edit(d, lambda b: pieces(b)[0].update(size=[2, 4]))),
+    "piece missing": ("not whole", lambda d: edit(d, lambda b: pieces(b).pop())),
+    "piece of other dimensions": ("damaged", lambda d: edit(d, lambda b: pieces(b)[0].update(offset=[0], size=[4]))),
+    "other type in the file": ("I64", lambda d: edit(d, lambda b: pieces(b)[0].update(key="count#0"))),
+    "unknown key": ("loading", lambda d: edit(d, lambda b: pieces(b)[0].update(key="big#9"))),
+    "other format": ("format 2 is not 1", lambda d: edit(d, lambda b: b.update(format=2))),
+    "pickle": ("loading", plant_pickle),
+}
+
+
+def halves(rank: int, fill: float | None) -> dict[str, LogicalShard]:
+    """Each of two ranks holds half of `big`; `small` and `count` are on both."""
+    big, small, count = torch.full((4, 4), -1.0), torch.full((3,), -1.0), torch.full((4, 4), -1)
+    if fill is not None:
+        big, small, count = (t.copy_(torch.arange(t.numel()).view_as(t) + fill + 100 * rank) for t in (big, small, count))
+        small, count = small - 100 * rank, count - 100 * rank
+    shards = {"big": LogicalShard("big", (8, 4), "float32", (Box((4 * rank, 0), (0, 0), (4, 4)),), big)}
+    for name, tensor in (("small", small), ("count", count)):
+        size = tuple(tensor.shape)
+        box = Box(origin(size), origin(size), size)
+        shards[name] = LogicalShard(name, size, dtype_name(tensor.dtype), (box,), tensor, rank, 2)
+    return shards
+
+
+def save_halves(run_dir: Path, step: int, rank: int, mesh: Mesh, fill: float = 0.0) -> Path:
+    shards = halves(rank, fill)
+    path, _ = store.save(
+        run_dir, step, shards, aliases={}, facts={"step": step}, job_digest="", mesh=mesh, phases=Phases()
+    )
+    return path
+
+
+def load_damaged(rank: int, root: Path) -> dict[str, tuple[str, bool]]:
+    found: dict[str, tuple[str, bool]] = {}
+    with open_mesh(Layout(dp_shard=2), device="cpu") as mesh:
+        good = save_halves(root, 1, rank, mesh)
+        shards = halves(rank, None)
+        store.load(good, shards, mesh=mesh, phases=Phases())
+        found["good"] = ("", all(torch.equal(shards[n].tensor, s.tensor) for n, s in halves(rank, 0.0).items()))
+        for name, (_, damage) in DAMAGE.items():
+            bad = root / name.replace(" ", "-")
+            if rank == 0:
+                shutil.copytree(good, bad)
+                shutil.copy(good / FILE, root / "outside.safetensors")
+                damage(bad)
+            mesh.barrier()
+            shards = halves(rank, None)
+            message = ""
+            try:
+                store.load(bad, shards, mesh=mesh, phases=Phases())
+            except CheckpointError as error:
+                message = str(error)
+            found[name] = (message, all(bool((s.tensor == -1).all()) for s in shards.values()))
+        found["executed"] = ("", (root / "executed").exists())
+    return found
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[str, bool]]]:
+    return run_ranks(2, load_damaged, tmp_path_factory.mktemp("damage"))
+
+
+def test_an_undamaged_checkpoint_of_the_same_kind_loads(damaged: Any) -> None:
+    assert [found["good"] for found in damaged] == [("", True)] * 2
+
+
+@pytest.mark.parametrize("kind", list(DAMAGE))
+def test_damage_is_found_on_all_ranks_before_any_tensor_changes(kind: str, damaged: Any) -> None:
+    messages = [found[kind][0] for found in damaged]
+    assert DAMAGE[kind][0] in messages[0]
+    assert messages[0] == messages[1]
+    assert [found[kind][1] for found in damaged] == [True, True]
+
+
+def test_a_pickle_in_place_of_a_shard_is_not_executed(damaged: Any, tmp_path: Path) -> None:
+    assert [found["executed"][1] for found in damaged] == [False, False]
+    pickle.loads(pickle.dumps(Canary(tmp_path / "executed")))
+    assert (tmp_path / "executed").exists()  # the canary does sing
+
+
+def fail_on_one_rank(rank: int, root: Path) -> list[Any]:
+    with open_mesh(Layout(dp_shard=2), device="cpu") as mesh:
+        good = save_halves(root, 1, rank, mesh)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        message = ""
+        for step in (1, 2):  # over the old one, and beside it
+            if rank == 1:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+            try:
+                save_halves(root, step, rank, mesh, fill=7.0)
+            except CheckpointError as error:
+                message = str(error)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        mesh.barrier()
+        shards = halves(rank, None)
+        store.load(good, shards, mesh=mesh, phases=Phases())
+        kept = all(torch.equal(shards[name].tensor, s.tensor) for name, s in halves(rank, 0.0).items())
+        return [message, kept, sorted(path.name for path in (root / "checkpoints").iterdir())]
+
+
+def test_a_write_that_fails_on_one_rank_fails_on_all_and_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+    first, second = run_ranks(2, fail_on_one_rank, tmp_path)
+    assert first == second
+    assert "rank 1" in first[0]
+    assert "writing" in first[0]
+    assert first[1:] == [True, ["step-1"]]
+
+
+def restore_other_seed(rank: int, root: Path) -> tuple[str, bool]:
+    state = new_state(ONE, {}, seed=1)
+    state.save(root, job_digest="", phases=Phases())
+    other = new_state(ONE, {}, seed=2)
+    before = whole_tensors(other)
+    message = ""
+    try:
+        other.restore(list_checkpoints(root)[-1], phases=Phases())
+    except CheckpointError as error:
+        message = str(error)
+    after = whole_tensors(other)
+    return message, all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_a_checkpoint_of_another_seed_is_refused_with_the_state_untouched(tmp_path: Path) -> None:
+    message, untouched = run_ranks(1, restore_other_seed, tmp_path)[0]
+    assert "run.seed 1, not 2" in message
+    assert untouched
+
+
+def test_an_unfinished_checkpoint_is_not_listed(tmp_path: Path) -> None:
+    part = {"w": shard("w", torch.ones(3), [Box((0,), (0,), (3,))], strips=False, fill=True)}
+    path, _ = store.save(tmp_path, 3, part, aliases={}, facts={}, job_digest="", mesh=ONE, phases=Phases())
+    for name, has_manifest in ((".step-4.partial", True), ("step-5", False), ("step-x", True), (".step-6.replaced", True)):
+        (path.parent / name).mkdir()
+        if has_manifest:
+            shutil.copy(path / MANIFEST, path.parent / name)
+    assert list_checkpoints(tmp_path) == [path]
+    assert read_manifest(path).step == 3
+
+
