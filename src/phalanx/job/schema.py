@@ -33,7 +33,7 @@ class Run(Section):
     dir: Text | None = None
     """Run directory; default runs/<name>-<time>. Everything a run writes is inside."""
     seed: Count = 0
-    """Initial weights, sample order and dropout are pure functions of it."""
+    """Initial weights and sample order are pure functions of it."""
 
 
 class Model(Section):

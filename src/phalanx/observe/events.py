@@ -94,6 +94,8 @@ class BaselineMeasured(Event):
 
 @dataclass(frozen=True)
 class CheckpointSaved(Event):
+    """A checkpoint was committed; `path` is relative to the run directory. From rank 0."""
+
     step: int
     path: str
     num_bytes: int
@@ -102,6 +104,8 @@ class CheckpointSaved(Event):
 
 @dataclass(frozen=True)
 class CheckpointFailed(Event):
+    """A save failed on some rank; the checkpoints before it stand, and training goes on. From rank 0."""
+
     step: int
     path: str
     reason: str
@@ -109,6 +113,8 @@ class CheckpointFailed(Event):
 
 @dataclass(frozen=True)
 class TextGenerated(Event):
+    """What the model wrote after `prompt`. From rank 0."""
+
     step: int
     prompt: str
     text: str

@@ -62,14 +62,14 @@ def activation_bytes(shape: ModelShape, work: Workload) -> float:
     """Bytes autograd keeps from the forward to the backward, all layers of the decoder.
 
     Per token and layer: for both norms, input and normalised input in fp32 and the output in the compute type; then in
-    elements of the compute type heads x head_dim for each of q, k, v (key and value repeated to the query heads) and
-    the attention output, and 4 ffn (gate, silu(gate), up, their product); and one fp32 log-sum-exp per head.
+    elements of the compute type heads x head_dim for each of q, k, v (key and value repeated to the query heads), the
+    attention output and its flattened copy, and 4 ffn (gate, silu(gate), up, their product); and one fp32 log-sum-exp per head.
     Recompute keeps the layer's input, and one layer is alive while it is redone. A test compares this with what
     autograd saves, tensor by tensor.
     """
     width = shape.num_heads * shape.head_dim
     norm = shape.dim * (2 * 4 + work.compute_bytes)
-    per_layer = 2 * norm + 4 * (width + shape.ffn_dim) * work.compute_bytes + 4 * shape.num_heads
+    per_layer = 2 * norm + (5 * width + 4 * shape.ffn_dim) * work.compute_bytes + 4 * shape.num_heads
     boundary = shape.dim * work.compute_bytes
     layers = shape.num_layers * per_layer
     if work.recompute == "full":

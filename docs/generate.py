@@ -1,0 +1,99 @@
+"""Writes docs/reference.md from the code: job keys, verbs, exit codes, events, kinds. `--check` only compares."""
+
+from __future__ import annotations
+
+import sys
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import PydanticUndefined
+
+from phalanx.cli._app import help_line
+from phalanx.core.errors import EXIT_CODE_MEANING
+from phalanx.core.phases import PHASES
+from phalanx.core.registry import names
+from phalanx.job.schema import Job
+from phalanx.observe.events import EVENTS
+
+TARGET = Path(__file__).parent / "reference.md"
+
+
+def type_words(annotation: Any) -> str:
+    """A field's type as people write it in TOML."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return type_words(args[0])
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join("none" if part is type(None) else type_words(part) for part in args)
+    if origin is typing.Literal:
+        return " or ".join(f"`{value}`" for value in args)
+    if origin is tuple:
+        inner = [part for part in args if part is not Ellipsis]
+        return "list of " + type_words(inner[0])
+    if origin is dict:
+        return "table"
+    return {int: "integer", float: "number", str: "string", bool: "true or false"}[annotation]
+
+
+def default_words(default: Any) -> str:
+    if default is None:
+        return "none"
+    if default is PydanticUndefined or default == {}:
+        return ""
+    if isinstance(default, bool):
+        return str(default).lower()
+    return f"`{list(default) if isinstance(default, tuple) else default}`"
+
+
+def job_tables() -> list[str]:
+    lines = []
+    for section, field in Job.model_fields.items():
+        lines += [f"### [{section}]", "", "| key | type | default | what |", "|---|---|---|---|"]
+        assert field.annotation is not None
+        for key, item in field.annotation.model_fields.items():
+            what = " ".join((item.description or "").split()).replace("|", "\\|")
+            lines.append(f"| `{key}` | {type_words(item.annotation)} | {default_words(item.default)} | {what} |")
+        lines.append("")
+    return lines
+
+
+def table(head: tuple[str, str], rows: list[tuple[str, str]]) -> list[str]:
+    return [f"| {head[0]} | {head[1]} |", "|---|---|", *(f"| {a} | {b} |" for a, b in rows), ""]
+
+
+def reference() -> str:
+    lines = ["# Reference", "", "Generated from the code by `make docs`; a test holds it to the code.", ""]
+    lines += ["## Verbs", ""]
+    lines += table(("verb", "what it does"), [(f"`phalanx {v}`", help_line(v)) for v in names("phalanx.cli")])
+    lines += ["## Exit codes", ""]
+    lines += table(("code", "meaning"), [(str(int(code)), text) for code, text in EXIT_CODE_MEANING.items()])
+    lines += [
+        "## The job file",
+        "",
+        "TOML. Every key can be overridden on the command line as `section.key=value`.",
+        "",
+    ]
+    lines += job_tables()
+    lines += ["## Kinds", "", "Each is one file of a folder; `package.module:name` reaches your own.", ""]
+    folders = {
+        "model.kind": "phalanx.nn.models",
+        "observe.sinks": "phalanx.observe.sinks",
+        "resilience.inject": "phalanx.resilience.faults",
+    }
+    lines += table(("key", "kinds"), [(f"`{k}`", ", ".join(f"`{n}`" for n in names(p))) for k, p in folders.items()])
+    lines += ["## Phases", "", "Where a fault can strike and what a step's seconds are charged to: "]
+    lines += [", ".join(f"`{phase}`" for phase in PHASES) + ".", ""]
+    lines += ["## Events", "", "One line of JSON each, in `RUN/events/`.", ""]
+    rows = [(f"`{kind}`", " ".join((cls.__doc__ or "").split("\n\n")[0].split()).replace("|", "or")) for kind, cls in EVENTS.items()]
+    lines += table(("event", "fact"), rows)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    text = reference()
+    if "--check" in sys.argv:
+        sys.exit(0 if TARGET.read_text() == text else "docs/reference.md is not what the code says; run make docs")
+    TARGET.write_text(text)
+    print(TARGET)
