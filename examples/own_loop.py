@@ -9,7 +9,6 @@ Run it on one rank or several; the losses are the same:
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 
@@ -40,9 +39,8 @@ def global_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def main(overrides: list[str]) -> list[float]:
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     job = phalanx.load_job(None, [f"train.global_batch_size={BATCH}", "train.steps=30", "data.seq_len=1", *overrides])
-    plan = phalanx.make_plan(job, num_ranks=ranks)
+    plan = phalanx.make_plan(job, num_ranks=phalanx.running_ranks())
     losses = []
     with phalanx.open_mesh(plan.layout, device="cpu") as mesh:
         model = phalanx.parallelize(build(), plan, mesh)

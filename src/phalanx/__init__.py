@@ -19,6 +19,7 @@ _HOME = {
     "PhalanxError": "phalanx.core.errors",
     "Mesh": "phalanx.mesh.mesh",
     "open_mesh": "phalanx.mesh.mesh",
+    "running_ranks": "phalanx.mesh.mesh",
     "LogicalShard": "phalanx.mesh.logical",
     "ParallelModel": "phalanx.parallel.model",
     "parallelize": "phalanx.parallel.parallelize",
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from phalanx.job.load import load_job
     from phalanx.job.schema import Job
     from phalanx.mesh.logical import LogicalShard
-    from phalanx.mesh.mesh import Mesh, open_mesh
+    from phalanx.mesh.mesh import Mesh, open_mesh, running_ranks
     from phalanx.parallel.model import ParallelModel
     from phalanx.parallel.parallelize import parallelize
     from phalanx.plan.layout import Layout

@@ -12,6 +12,7 @@ from pathlib import Path
 from phalanx.checkpoint.locks import hold_run_lock
 from phalanx.checkpoint.manifest import list_checkpoints
 from phalanx.cli._baselines import score
+from phalanx.cli._needs import check_needs
 from phalanx.cli._summary import summary_lines
 from phalanx.core.errors import UsageError
 from phalanx.core.files import open_run_directory, resource_error, write_json_atomic
@@ -41,6 +42,7 @@ def prepared_run(job: Job, run_dir: Path, *, resume: bool, num_ranks: int | None
     """Plan, lock the run directory and prepare the data. What cannot start leaves nothing behind."""
     cluster = detect_cluster(job.cluster.device)
     shape = foreign_shape(job)
+    check_needs(job, cluster.device)
     make_plan(job, cluster=cluster, num_ranks=num_ranks, shape=shape)  # refuse a bad layout before writing anything
     if not resume and (run_dir / "job.json").exists():
         raise UsageError("a run is there already", where=str(run_dir), fix=f"use --resume {run_dir} or another run.dir")

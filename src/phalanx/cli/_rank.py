@@ -16,6 +16,7 @@ import torch
 
 import phalanx
 from phalanx.checkpoint.manifest import list_checkpoints
+from phalanx.cli._needs import SINKS, wanted_sinks
 from phalanx.core.errors import ExitCode
 from phalanx.core.phases import BlackBox, Phases
 from phalanx.core.registry import resolve
@@ -85,7 +86,7 @@ def run_rank(run: RankRun, *, sinks: Sequence[tuple[str, Sink]] = (), store: Any
 
 
 def open_sinks(job: Job, run_dir: Path) -> list[tuple[str, Sink]]:
-    return [(kind, resolve(kind, "phalanx.observe.sinks", "open_sink")(run_dir)) for kind in job.observe.sinks]
+    return [(kind, resolve(kind, SINKS, "open_sink")(run_dir)) for kind in wanted_sinks(job)]
 
 
 def _train(run: RankRun, bus: Bus, phases: Phases, meter: MemoryMeter, stop: StopFlags, store: Any) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from phalanx.core.units import format_bytes
+from phalanx.observe.console import printable
 from phalanx.observe.events import BaselineMeasured, CheckpointSaved, EvalFinished, MemoryMeasured, TextGenerated
 from phalanx.observe.tail import EventTail
 
@@ -29,7 +30,8 @@ def summary_lines(run_dir: Path) -> list[str]:
     if memory is not None:
         lines += _memory_lines(memory)
     if sample is not None:
-        lines.append("sample  " + (sample.prompt + sample.text).replace("\n", "\n        "))
+        text = (sample.prompt + sample.text).expandtabs(4).split("\n")
+        lines.append("sample  " + "\n        ".join(printable(line) for line in text))
     if saved is not None:
         lines.append(f"saved   {run_dir / saved.path} ({format_bytes(saved.num_bytes)})")
     return lines

@@ -187,7 +187,7 @@ def betas_are_below_one(job: Job) -> list[Finding]:
 def sinks_exist(job: Job) -> list[Finding]:
     return [
         finding
-        for index, sink in enumerate(job.observe.sinks)
+        for index, sink in enumerate(job.observe.sinks or ())
         for finding in _exists(f"observe.sinks.{index}", sink, SINKS, "sink", "package.module:Class")
     ]
 

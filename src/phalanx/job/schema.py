@@ -155,8 +155,9 @@ class Resilience(Section):
 
 
 class Observe(Section):
-    sinks: tuple[str, ...] = ("tensorboard",)
-    """Where facts go besides RUN/events: names of phalanx.observe.sinks or package.module:Class."""
+    sinks: tuple[str, ...] | None = None
+    """Where facts go besides RUN/events: names of phalanx.observe.sinks, or package.module:function that opens your own
+    (open_sink(run_dir)). Default: tensorboard where it is installed."""
     log_every: Positive = 10
     """Steps between lines when the output is not a terminal."""
 

@@ -23,6 +23,11 @@ from phalanx.plan.layout import AXES, Layout
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
+def running_ranks() -> int:
+    """How many ranks there are: those of the open process group, or WORLD_SIZE, or 1."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
 @dataclass(frozen=True)
 class Mesh:
     """The ranks of a layout as seen from one of them. `device_mesh` is None when there is only one rank."""

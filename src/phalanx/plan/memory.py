@@ -63,7 +63,8 @@ def activation_bytes(shape: ModelShape, work: Workload) -> float:
 
     Per token and layer: for both norms, input and normalised input in fp32 and the output in the compute type; then in
     elements of the compute type heads x head_dim for each of q, k, v (key and value repeated to the query heads), the
-    attention output and its flattened copy, and 4 ffn (gate, silu(gate), up, their product); and one fp32 log-sum-exp per head.
+    attention output and its flattened copy, and 4 ffn (gate, silu(gate), up, their product); and one fp32
+    log-sum-exp per head.
     Recompute keeps the layer's input, and one layer is alive while it is redone. A test compares this with what
     autograd saves, tensor by tensor.
     """

@@ -334,9 +334,10 @@ def _explain(candidate: Candidate, chosen: Candidate, capacity: int, reason: str
 def describe(plan: Plan) -> list[str]:
     """The plan in a few lines of text for a terminal or a log."""
     chosen = plan.chosen
+    flops = f" ({format_count(plan.flops_per_token)}FLOP per token)" if plan.flops_per_token else ""
     lines = [
-        f"plan    {format_count(plan.num_params)} parameters, {plan.precision} on {plan.world_size} {plan.device} "
-        f"rank{'s' if plan.world_size > 1 else ''}: {chosen.name} ({plan.layout})",
+        f"plan    {format_count(plan.num_params)} parameters{flops}, {plan.precision} on {plan.world_size} "
+        f"{plan.device} rank{'s' if plan.world_size > 1 else ''}: {chosen.name} ({plan.layout})",
         f"        {plan.global_batch_size} sequences x {plan.seq_len} tokens per step = {plan.world_size} ranks x "
         f"{plan.num_microbatches} x {plan.micro_batch_size}",
     ]

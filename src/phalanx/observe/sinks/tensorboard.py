@@ -11,6 +11,8 @@ from phalanx.core.units import GIB
 from phalanx.observe.bus import Sink
 from phalanx.observe.events import Envelope, EvalFinished, RunStarted, StepFinished, StepSkipped
 
+REQUIRES = "tensorboard"  # the package without which this sink cannot open; its extra has the sink's name
+
 
 def open_sink(run_dir: Path) -> Sink:
     """A sink that writes below `run_dir`. Raises EnvironmentProblem if tensorboard is not installed."""

@@ -1,0 +1,186 @@
+"""Phases: each second is charged once, exceptions leave the stack sane, and the black box outlives its writer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.core import phases as phases_module
+from phalanx.core.phases import PHASES, BlackBox, Phases, Place, read_black_box
+
+
+class Clock:
+    """Time that passes only when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    a_clock = Clock()
+    monkeypatch.setattr(phases_module, "time", a_clock)
+    return a_clock
+
+
+def test_a_nested_phase_takes_its_seconds_from_the_outer(clock: Clock) -> None:
+    phases = Phases()
+    with phases("backward"):
+        clock.now += 1
+        with phases("collective"):
+            clock.now += 10
+            with phases("optimizer"):
+                clock.now += 100
+            clock.now += 1000
+        clock.now += 10000
+    clock.now += 5  # nobody's
+    assert phases.take() == {"backward": 10001, "collective": 1010, "optimizer": 100}
+    assert phases.take() == {}
+
+
+Tree = list[tuple[str, int, "Tree"]]
+trees = st.recursive(
+    st.just([]),
+    lambda inner: st.lists(st.tuples(st.sampled_from(PHASES), st.integers(0, 9), inner), max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(trees)
+def test_seconds_add_up_to_what_passed(tree: Tree) -> None:
+    """Whatever the nesting, also of a phase in itself: nothing is counted twice, and nothing is lost."""
+    a_clock, phases = Clock(), Phases()
+
+    def run(nodes: Tree) -> int:
+        spent = 0
+        for name, seconds, inner in nodes:
+            with phases(name):
+                a_clock.now += seconds
+                spent += seconds + run(inner)
+        return spent
+
+    original, phases_module.time = phases_module.time, a_clock  # type: ignore[attr-defined]
+    try:
+        assert run(tree) == sum(phases.take().values())
+    finally:
+        phases_module.time = original  # type: ignore[attr-defined]
+
+
+def test_take_charges_open_phases_up_to_now(clock: Clock) -> None:
+    phases = Phases()
+    with phases("startup"):
+        clock.now += 3
+        assert phases.take() == {"startup": 3}
+        clock.now += 4
+    assert phases.take() == {"startup": 4}
+
+
+def test_an_exception_leaves_the_stack_as_it_was(clock: Clock) -> None:
+    phases = Phases()
+    with phases("startup"):
+        with pytest.raises(ValueError), phases("backward"):
+            phases.enter("collective")  # a hook whose leave never comes
+            clock.now += 1
+            raise ValueError
+        assert phases.current == "startup"
+        clock.now += 2
+    assert phases.current == ""
+    assert phases.take() == {"startup": 2, "collective": 1, "backward": 0}
+
+
+@pytest.mark.parametrize("outer", [True, False])
+def test_a_listener_that_raises_leaves_no_phase_open(outer: bool) -> None:
+    """As injected faults do."""
+
+    def strike(step: int, name: str) -> None:
+        if name == "forward":
+            raise RuntimeError("struck")
+
+    phases = Phases(listeners=(strike,))
+    if outer:
+        phases.enter("startup")
+    with pytest.raises(RuntimeError, match="struck"), phases("forward"):
+        pass
+    assert phases.current == ("startup" if outer else "")
+
+
+def test_listeners_hear_step_and_phase_on_entry() -> None:
+    heard: list[tuple[int, str]] = []
+    phases = Phases(listeners=(lambda step, name: heard.append((step, name)),))
+    phases.step = 7
+    with phases("forward"), phases("collective"):
+        pass
+    assert heard == [(7, "forward"), (7, "collective")]
+
+
+def test_an_unknown_phase_is_a_bug() -> None:
+    with pytest.raises(AssertionError, match="lunch"), Phases()("lunch"):
+        pass
+
+
+# The black box
+
+
+def test_the_box_says_the_innermost_open_phase(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "box"
+    phases = Phases(BlackBox(path))
+    assert read_black_box(path) is None
+    phases.step = 3
+    began = time.monotonic()
+    with phases("backward"):
+        with phases("collective", "all_reduce gradients"):
+            place = read_black_box(path)
+            assert place == Place(3, place.monotonic_s if place else 0.0, "collective", "all_reduce gradients")
+            assert began <= place.monotonic_s <= time.monotonic()
+        outer = read_black_box(path)
+        assert outer is not None
+        assert (outer.phase, outer.collective) == ("backward", "")
+
+
+def test_long_names_are_cut_and_still_read(tmp_path: Path) -> None:
+    box = BlackBox(tmp_path / "box")
+    box.write(1, "forward", "é" * 79)
+    place = read_black_box(tmp_path / "box")
+    assert place is not None
+    assert place.collective.startswith("é" * 39)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"short"])
+def test_no_box_is_none(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "box").write_bytes(content)
+    assert read_black_box(tmp_path / "box") is None
+
+
+def test_the_box_can_be_read_after_kill_9(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        phases = Phases(BlackBox(tmp_path / "box"))
+        phases.step = 41
+        phases.enter("collective", "all_gather parameters")
+        os.write(writer, b"x")
+        signal.pause()
+        os._exit(0)
+    os.read(reader, 1)
+    os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    os.close(reader)
+    os.close(writer)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    place = read_black_box(tmp_path / "box")
+    assert place is not None
+    assert (place.step, place.phase, place.collective) == (41, "collective", "all_gather parameters")

@@ -1,0 +1,82 @@
+"""The folder is the registry, and a name with a colon is the user's."""
+
+from __future__ import annotations
+
+import json
+import os.path
+import sys
+from pathlib import Path
+
+import pytest
+
+from phalanx.core.errors import EnvironmentProblem, ExitCode, LayoutError
+from phalanx.core.registry import is_foreign, names, require, resolve
+
+PACKAGE = "some_plugins"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package with two kinds, a private module, and one that cannot be imported."""
+    package = tmp_path / PACKAGE
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "alpha.py").write_text("def build(): return 'alpha'\n")
+    (package / "beta.py").write_text("import absent_dependency\n")
+    (package / "_hidden.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield package
+    for module in [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:
+        del sys.modules[module]
+
+
+def test_names_are_the_folders_modules_found_without_importing_them(folder: Path) -> None:
+    assert names(PACKAGE) == ["alpha", "beta"]
+    assert f"{PACKAGE}.beta" not in sys.modules
+
+
+def test_a_new_file_is_a_new_kind(folder: Path) -> None:
+    (folder / "gamma.py").write_text("build = 3\n")
+    assert resolve("gamma", PACKAGE, "build") == 3
+
+
+def test_our_own_and_the_users(folder: Path) -> None:
+    assert resolve("alpha", PACKAGE, "build")() == "alpha"
+    assert resolve("json:dumps", PACKAGE, "build") is json.dumps
+    assert resolve("os:path.join", PACKAGE, "build") is os.path.join
+    assert (is_foreign("a:b"), is_foreign("a")) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("alpah", 'did you mean "alpha"'),
+        ("_hidden", "unknown kind"),
+        ("zzz", "known: alpha, beta"),
+        ("no_such_module:x", "'no_such_module' cannot be found"),
+        ("json.no_such:x", "'json.no_such' cannot be found"),
+        ("json:no_such", "no 'no_such'"),
+        ("json:", "package.module:name"),
+        (":x", "package.module:name"),
+        (".json:x", "package.module:name"),
+        ("a b:x", "package.module:name"),
+    ],
+)
+def test_a_kind_that_does_not_exist_is_refused(folder: Path, kind: str, words: str) -> None:
+    with pytest.raises(LayoutError) as caught:
+        resolve(kind, PACKAGE, "build")
+    assert words in str(caught.value)
+    assert caught.value.exit_code == ExitCode.JOB
+
+
+def test_an_error_inside_the_users_module_passes_through(folder: Path) -> None:
+    """It is theirs: its traceback must reach them, not a guess that the module cannot be found."""
+    with pytest.raises(ModuleNotFoundError, match="absent_dependency"):
+        resolve(f"{PACKAGE}.beta:x", PACKAGE, "build")
+
+
+def test_an_absent_extra_is_named() -> None:
+    with pytest.raises(EnvironmentProblem) as caught:
+        require("absent_dependency", extra="hf", needed_for="import")
+    assert "pip install 'phalanx[hf]'" in str(caught.value)
+    assert require("json", extra="hf", needed_for="import") is json

@@ -1,0 +1,71 @@
+"""Learning rates at the corners of each schedule."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from phalanx.job.schema import Optim
+from phalanx.optim.schedule import learning_rate
+
+TOTAL = 100
+SCHEDULES = ("cosine", "linear", "wsd", "constant")
+
+
+def optim(schedule: str, **changed: object) -> Optim:
+    body = {"schedule": schedule, "lr": 1.0, "warmup_steps": 10, "min_lr_ratio": 0.1, "decay_fraction": 0.2}
+    return Optim.model_validate(body | changed)
+
+
+def rates(a: Optim, total: int = TOTAL) -> list[float]:
+    return [learning_rate(a, step, total) for step in range(1, total + 1)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_warm_up_is_a_line_from_the_first_step_to_the_peak(schedule: str) -> None:
+    assert rates(optim(schedule))[:10] == pytest.approx([step / 10 for step in range(1, 11)])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_without_warm_up_no_step_is_above_the_peak_or_zero(schedule: str) -> None:
+    found = rates(optim(schedule, warmup_steps=0))
+    assert max(found) <= 1.0
+    assert min(found) > 0
+    assert found[0] > 0.99
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+def test_the_last_step_has_the_lowest_rate_and_none_rises_after_warm_up(schedule: str) -> None:
+    found = rates(optim(schedule))
+    assert found[-1] == pytest.approx(0.1)
+    assert all(a >= b for a, b in zip(found[9:], found[10:], strict=False))
+    assert learning_rate(optim(schedule), TOTAL + 5, TOTAL) == pytest.approx(0.1)  # and stays there
+
+
+def test_half_way_down() -> None:
+    """Step 55 is half of the 90 steps after warm-up; cosine and line meet there. Step 32 is a quarter (rounded down)."""
+    for schedule in ("cosine", "linear"):
+        assert learning_rate(optim(schedule), 55, TOTAL) == pytest.approx(0.55)
+    quarter = 22 / 90
+    assert learning_rate(optim("linear"), 32, TOTAL) == pytest.approx(1 - 0.9 * quarter)
+    assert learning_rate(optim("cosine"), 32, TOTAL) == pytest.approx(0.1 + 0.45 * (1 + math.cos(math.pi * quarter)))
+
+
+def test_wsd_is_flat_then_a_line_over_the_last_fifth() -> None:
+    found = rates(optim("wsd"))
+    assert found[9:80] == [1.0] * 71
+    assert found[80:] == pytest.approx([1 - 0.9 * step / 20 for step in range(1, 21)])
+
+
+def test_wsd_without_decay_ends_in_one_step() -> None:
+    assert rates(optim("wsd", decay_fraction=0.0))[-2:] == pytest.approx([1.0, 0.1])
+
+
+def test_constant_is_constant() -> None:
+    assert rates(optim("constant"))[9:] == [1.0] * 91
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_run_that_is_all_warm_up(schedule: str) -> None:
+    assert rates(optim(schedule, warmup_steps=4), 4) == pytest.approx([0.25, 0.5, 0.75, 1.0])
