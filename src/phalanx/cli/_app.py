@@ -53,6 +53,14 @@ def help_line(verb: str) -> str:
     return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from phalanx import __version__
+
+        print(f"phalanx {__version__}")
+        raise typer.Exit
+
+
 def build() -> Any:
     """The command group of `phalanx`."""
     app = typer.Typer(
@@ -67,14 +75,11 @@ def build() -> Any:
 
     @app.callback()
     def phalanx(
-        version: bool = typer.Option(False, "--version", help="Show the version and exit.", is_eager=True),
+        version: bool = typer.Option(
+            False, "--version", help="Show the version and exit.", is_eager=True, callback=_show_version
+        ),
     ) -> None:
         """Plans, proves, runs and protects distributed PyTorch training."""
-        if version:
-            from phalanx import __version__
-
-            print(f"phalanx {__version__}")
-            raise typer.Exit
 
     return typer.main.get_group(app)
 
