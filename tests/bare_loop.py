@@ -55,7 +55,7 @@ def train_alone(
 
 
 def error(off: torch.Tensor, reference: torch.Tensor, gradients: Tensors) -> float:
-    """|a-b| / max(|b|, 1e-3 |g|_global / sqrt(num_tensors)), of `off` = a-b: a gradient that is 0 has no other scale."""
+    """|a-b| / max(|b|, 1e-3 |g|_global / sqrt(num_tensors)), of `off` = a-b: a zero gradient has no other scale."""
     scale = sum(g.double().square().sum() for g in gradients.values()).item() ** 0.5
     floor = 1e-3 * scale / len(gradients) ** 0.5
     return off.double().norm().item() / max(reference.double().norm().item(), floor)

@@ -130,7 +130,7 @@ def lines_of(process: subprocess.Popen[str]) -> Iterator[Callable[[str], str]]:
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+        process.communicate()
 
 
 def wait_until(condition: Callable[[], Any], deadline_s: float = 30.0) -> float:

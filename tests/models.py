@@ -145,7 +145,11 @@ class OneBlockTwice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         block = nn.Sequential(nn.Linear(12, 12), nn.SiLU())
-        self.lookup, self.blocks, self.out = nn.Embedding(VOCAB, 12), nn.ModuleList([block, block]), nn.Linear(12, VOCAB)
+        self.lookup, self.blocks, self.out = (
+            nn.Embedding(VOCAB, 12),
+            nn.ModuleList([block, block]),
+            nn.Linear(12, VOCAB),
+        )
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         x = self.lookup(inputs)

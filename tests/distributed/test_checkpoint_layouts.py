@@ -1,4 +1,4 @@
-"""Checkpoints do not know layouts: saved under one, restored under any other. Reference: the saved tensors themselves."""
+"""Checkpoints do not know layouts: saved under one, restored under any. Reference: the saved tensors."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from models import LAYOUTS, global_batches, plan, shape, share
-from ranks import run_ranks
 from torch.distributed.tensor import DTensor
 
+from models import LAYOUTS, global_batches, plan, shape, share
 from phalanx.checkpoint import store
 from phalanx.checkpoint.manifest import MANIFEST, body_xxh3, file_xxh3, list_checkpoints, read_manifest
 from phalanx.core.errors import CheckpointError
@@ -31,6 +30,7 @@ from phalanx.optim.adamw import build_adamw
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.layout import Layout
 from phalanx.train.state import TrainState
+from ranks import run_ranks
 
 OBJECTIVE = causal_cross_entropy(64)
 Tensors = dict[str, torch.Tensor]
@@ -165,7 +165,7 @@ def partitions(draw: st.DrawFn, size: tuple[int, ...]) -> list[Box]:
 
 
 def in_strips(boxes: list[Box], size: tuple[int, ...]) -> list[Box]:
-    """The boxes with local places of their own: stacked along dimension 0, as a rank with several pieces may hold them."""
+    """The boxes with local places of their own, stacked along dimension 0: a rank with several pieces."""
     if not size:
         return boxes
     found, at = [], 0
@@ -206,11 +206,13 @@ WHOLE = {
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_partition_is_restored_under_any_other(tmp_path: Path, data: st.DataObject) -> None:
-    """Bit for bit, for any cut into boxes on either side, strided or stacked; scalars, bf16, integers, empty tensors."""
+    """Bit for bit, for any boxes on either side, strided or stacked; scalars, bf16, integers, empty tensors."""
 
     def shards(fill: bool) -> dict[str, LogicalShard]:
         return {
-            name: shard(name, whole, data.draw(partitions(tuple(whole.shape))), strips=data.draw(st.booleans()), fill=fill)
+            name: shard(
+                name, whole, data.draw(partitions(tuple(whole.shape))), strips=data.draw(st.booleans()), fill=fill
+            )
             for name, whole in WHOLE.items()
         }
 
@@ -219,7 +221,9 @@ def test_any_partition_is_restored_under_any_other(tmp_path: Path, data: st.Data
     store.load(path, wanted, mesh=ONE, phases=Phases())
     for name, found in wanted.items():
         for box in found.boxes:
-            assert torch.equal(view(found.tensor, box.local_offset, box.size), view(WHOLE[name], box.global_offset, box.size))
+            assert torch.equal(
+                view(found.tensor, box.local_offset, box.size), view(WHOLE[name], box.global_offset, box.size)
+            )
 
 
 def test_facts_and_aliases_come_back_and_a_step_can_be_saved_again(tmp_path: Path) -> None:
@@ -318,7 +322,10 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "edited fact": ("checksum", lambda d: edit(d, lambda b: b["facts"].update(step=8), sign=False)),
     "pieces swapped": ("checksum", lambda d: edit(d, swap_pieces, sign=False)),
     "missing tensor": ("1 missing: small", lambda d: edit(d, lambda b: b["tensors"].pop("small"))),
-    "unknown tensor": ("not in this model: x", lambda d: edit(d, lambda b: b["tensors"].update(x=b["tensors"]["small"]))),
+    "unknown tensor": (
+        "not in this model: x",
+        lambda d: edit(d, lambda b: b["tensors"].update(x=b["tensors"]["small"])),
+    ),
     "wrong shape": ("wanted [8, 4]", lambda d: edit(d, lambda b: b["tensors"]["big"].update(shape=[8, 5]))),
     "wrong dtype": ("float64", lambda d: edit(d, lambda b: b["tensors"]["big"].update(dtype="float64"))),
     "path traversal": ("bad file name", lambda d: edit(d, point_outside)),
@@ -337,7 +344,9 @@ def halves(rank: int, fill: float | None) -> dict[str, LogicalShard]:
     """Each of two ranks holds half of `big`; `small` and `count` are on both."""
     big, small, count = torch.full((4, 4), -1.0), torch.full((3,), -1.0), torch.full((4, 4), -1)
     if fill is not None:
-        big, small, count = (t.copy_(torch.arange(t.numel()).view_as(t) + fill + 100 * rank) for t in (big, small, count))
+        big, small, count = (
+            t.copy_(torch.arange(t.numel()).view_as(t) + fill + 100 * rank) for t in (big, small, count)
+        )
         small, count = small - 100 * rank, count - 100 * rank
     shards = {"big": LogicalShard("big", (8, 4), "float32", (Box((4 * rank, 0), (0, 0), (4, 4)),), big)}
     for name, tensor in (("small", small), ("count", count)):
@@ -455,11 +464,14 @@ def test_a_checkpoint_of_another_seed_is_refused_with_the_state_untouched(tmp_pa
 def test_an_unfinished_checkpoint_is_not_listed(tmp_path: Path) -> None:
     part = {"w": shard("w", torch.ones(3), [Box((0,), (0,), (3,))], strips=False, fill=True)}
     path, _ = store.save(tmp_path, 3, part, aliases={}, facts={}, job_digest="", mesh=ONE, phases=Phases())
-    for name, has_manifest in ((".step-4.partial", True), ("step-5", False), ("step-x", True), (".step-6.replaced", True)):
+    for name, has_manifest in (
+        (".step-4.partial", True),
+        ("step-5", False),
+        ("step-x", True),
+        (".step-6.replaced", True),
+    ):
         (path.parent / name).mkdir()
         if has_manifest:
             shutil.copy(path / MANIFEST, path.parent / name)
     assert list_checkpoints(tmp_path) == [path]
     assert read_manifest(path).step == 3
-
-

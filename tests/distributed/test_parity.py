@@ -8,13 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-from bare_loop import Tensors, Trace, error, train_alone
-from models import LAYOUTS, VOCAB, Odd, OneBlockTwice, SharedAcrossBlocks, decoder, fill, global_batches, plan, shape, share
-from ranks import run_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bare_loop import Tensors, Trace, error, train_alone
+from models import (
+    LAYOUTS,
+    VOCAB,
+    Odd,
+    OneBlockTwice,
+    SharedAcrossBlocks,
+    decoder,
+    fill,
+    global_batches,
+    plan,
+    shape,
+    share,
+)
 from phalanx.core.errors import LayoutError, RanksDifferError
 from phalanx.job.schema import Optim
 from phalanx.mesh.mesh import Mesh, open_mesh
@@ -24,6 +35,7 @@ from phalanx.optim.adamw import build_adamw
 from phalanx.parallel.model import ParallelModel, StepSums
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.layout import Layout
+from ranks import run_ranks
 
 STEPS = 3
 LR = 0.3
@@ -189,9 +201,7 @@ def compare_odd(rank: int, num_ranks: int, references: dict[Any, Trace]) -> dict
         with open_mesh(a_plan.layout, device="cpu") as mesh:
             for name in ODD_MODELS:
                 model = parallelize(odd_model(name), a_plan, mesh)
-                errors[layout, name] = follow(
-                    model, odd_batches(), sgd(model.module), None, references[name], "weight"
-                )
+                errors[layout, name] = follow(model, odd_batches(), sgd(model.module), None, references[name], "weight")
     return errors
 
 
@@ -282,11 +292,19 @@ def hand_in_oddities(rank: int) -> dict[str, Any]:
 
         with open_mesh(a_plan.layout, device="cpu") as mesh:
             model = parallelize(decoder(tied=True, dtype=torch.float32), a_plan, mesh)
-            sums = model.forward_backward([mine], poisoned)
-            before = [full(p.grad) for p in model.parameters()]
-            facts = model.finish_step(sums, max_norm=1e-3, votes=(rank, 1.0))
-            kept = [torch.equal(full(p.grad).nan_to_num(7), g.nan_to_num(7)) for p, g in zip(model.parameters(), before)]
-            found[f"{layout} nan"] = (facts.finite, facts.usable, all(kept), facts.votes)
+            facts = model.finish_step(model.forward_backward([mine], poisoned), votes=(rank, 1.0))
+            found[f"{layout} nan loss"] = (facts.finite, facts.usable, facts.votes)
+
+            model.module.zero_grad()
+            sums = model.forward_backward([mine], OBJECTIVE)
+            gradients = [local(p.grad) for p in model.parameters()]
+            if rank == 1:  # one element of one gradient of one rank
+                first = next(model.parameters()).grad
+                (first.to_local() if isinstance(first, DTensor) else first)[0, 0] = math.nan
+            facts = model.finish_step(sums, max_norm=1e-3)
+            after = [local(p.grad) for p in model.parameters()]
+            unscaled = all(torch.equal(a, b) for a, b in zip(after[1:], gradients[1:], strict=True))
+            found[f"{layout} nan gradient"] = (facts.finite, facts.usable, unscaled)
 
             model.module.zero_grad()
             facts = model.finish_step(model.forward_backward([empty], OBJECTIVE))
@@ -307,7 +325,8 @@ def test_steps_without_finite_gradients_or_targets_are_not_usable() -> None:
     num_targets = int((batch["targets"] != -100).sum())
     for found in run_ranks(2, hand_in_oddities):
         for layout in LAYOUTS[2]:
-            assert found[f"{layout} nan"] == (False, False, True, (1.0, 2.0))
+            assert found[f"{layout} nan loss"] == (False, False, (1.0, 2.0))
+            assert found[f"{layout} nan gradient"] == (False, False, True)
             assert found[f"{layout} none"] == (True, False, 0)
             assert found[f"{layout} one"] == (True, num_targets, pytest.approx(loss, rel=1e-5))
 
@@ -396,7 +415,7 @@ def count_collectives(rank: int) -> dict[str, dict[str, int]]:
 
 
 def test_gradients_are_reduced_once_per_step() -> None:
-    """Three microbatches: one all-reduce of DDP's only bucket; one reduce-scatter of each FSDP unit (2 blocks, root)."""
+    """Three microbatches: one all-reduce of DDP's only bucket, one reduce-scatter of each of 3 FSDP units."""
     for found in run_ranks(2, count_collectives):
         assert found["ddp"] == {"allreduce_": 1}
         for layout in ("zero2", "zero3"):
@@ -458,5 +477,3 @@ def test_parameters_and_shards_are_the_sharded_ones_after_an_evaluation() -> Non
     """A forward without a backward leaves FSDP's weights gathered: a checkpoint or an optimizer would take those."""
     for found in run_ranks(2, look_after_evaluation):
         assert {key: value for key, value in found.items() if value} == {}
-
-

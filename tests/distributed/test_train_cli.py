@@ -11,9 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from commands import PHALANX, TINY, Done, environment, events, finish, loss_curve, run, run_all, snapshot, start
-from commands import weights, write_text
 
+from commands import (
+    PHALANX,
+    TINY,
+    Done,
+    environment,
+    events,
+    finish,
+    loss_curve,
+    run,
+    run_all,
+    snapshot,
+    start,
+    weights,
+    write_text,
+)
 from phalanx.checkpoint.manifest import read_manifest
 from phalanx.core.digest import digest
 from phalanx.core.files import read_json

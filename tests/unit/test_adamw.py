@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from models import decoder, global_batches
 from torch import nn
 
+from models import decoder, global_batches
 from phalanx.job.schema import Optim
 from phalanx.mesh.logical import module_shards
 from phalanx.nn.models.decoder import Decoder

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.bench.__main__ import main, parse, run
+from phalanx.bench.__main__ import QUICK_STEPS, main, parse, run
 from phalanx.bench.cases import BARE, CASES, CEILING, NO_SINKS, PHALANX, WHOLE_LOGITS, WHOLE_LOGITS_CASE, plan_rows
 from phalanx.bench.contenders import BARE_LOOP, RankTimes, command_of, find_rank_pids, read_times
 from phalanx.bench.machine import default_label, machine_facts
@@ -146,7 +146,7 @@ def test_impossible_options_are_usage_errors(arguments, capsys):
 
 
 def test_quick_changes_only_what_was_not_said():
-    assert (parse(["--quick"]).steps, parse(["--quick"]).repeats) == (5, 1)
+    assert (parse(["--quick"]).steps, parse(["--quick"]).repeats) == (QUICK_STEPS, 1)
     assert (parse(["--quick", "--steps", "7"]).steps, parse([]).repeats) == (7, 3)
 
 

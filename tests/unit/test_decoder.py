@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import SEQ_LEN, VOCAB, decoder, shape
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from models import SEQ_LEN, VOCAB, decoder, shape
 from phalanx.job.shape import ModelShape
 from phalanx.nn.models.decoder import AttentionCore, Decoder, rotary_table, rotate
 from phalanx.nn.objective import CausalOutput, causal_cross_entropy
@@ -87,7 +87,9 @@ def test_rotation_depends_on_the_difference_of_positions_only() -> None:
 
     assert score(7, 3) == pytest.approx(score(104, 100), rel=1e-12)
     assert score(7, 3) != pytest.approx(score(7, 4), rel=1e-3)
-    assert rotate(q, rotary_table(torch.tensor([[9]]), 8, 10000.0, torch.float64)).norm() == pytest.approx(q.norm().item())
+    assert rotate(q, rotary_table(torch.tensor([[9]]), 8, 10000.0, torch.float64)).norm() == pytest.approx(
+        q.norm().item()
+    )
 
 
 def test_shifting_all_positions_changes_nothing(tokens: torch.Tensor) -> None:

@@ -60,7 +60,12 @@ def test_names_that_are(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("number", "words"),
-    [(errno.ENOSPC, "no space left"), (errno.EACCES, "not writable"), (errno.EROFS, "not writable"), (errno.EIO, "failed")],
+    [
+        (errno.ENOSPC, "no space left"),
+        (errno.EACCES, "not writable"),
+        (errno.EROFS, "not writable"),
+        (errno.EIO, "failed"),
+    ],
 )
 def test_errors_of_the_system_say_what_and_where(number: int, words: str) -> None:
     error = resource_error(OSError(number, "x"), "saving", "/runs/a")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -39,12 +40,12 @@ def test_without_warm_up_no_step_is_above_the_peak_or_zero(schedule: str) -> Non
 def test_the_last_step_has_the_lowest_rate_and_none_rises_after_warm_up(schedule: str) -> None:
     found = rates(optim(schedule))
     assert found[-1] == pytest.approx(0.1)
-    assert all(a >= b for a, b in zip(found[9:], found[10:], strict=False))
+    assert all(a >= b for a, b in itertools.pairwise(found[9:]))
     assert learning_rate(optim(schedule), TOTAL + 5, TOTAL) == pytest.approx(0.1)  # and stays there
 
 
 def test_half_way_down() -> None:
-    """Step 55 is half of the 90 steps after warm-up; cosine and line meet there. Step 32 is a quarter (rounded down)."""
+    """Step 55 is half of the 90 steps after warm-up; cosine and line meet there. Step 32 is a quarter."""
     for schedule in ("cosine", "linear"):
         assert learning_rate(optim(schedule), 55, TOTAL) == pytest.approx(0.55)
     quarter = 22 / 90

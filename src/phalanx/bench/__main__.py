@@ -21,7 +21,8 @@ from phalanx.core.errors import ExitCode, PhalanxError, UsageError
 from phalanx.core.units import MIB, format_seconds
 
 RESULTS = Path("benchmarks/results")
-QUICK_STEPS = 5
+STEPS, QUICK_STEPS = 10, 8
+BUDGET_S = 1500.0
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -49,7 +50,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         epilog="contenders:\n" + "\n".join(f"  {name}: {what}" for name, what in MEANING.items()),
     )
     parser.add_argument("--quick", action="store_true", help="the smallest model, one repetition: about a minute")
-    parser.add_argument("--steps", type=int, help=f"measured steps of a row (default 12, --quick {QUICK_STEPS})")
+    parser.add_argument("--steps", type=int, help=f"measured steps of a row (default {STEPS}, --quick {QUICK_STEPS})")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them that do not count (default 2)")
     parser.add_argument("--repeats", type=int, help="how often everything is measured (default 3, --quick 1)")
     parser.add_argument(
@@ -60,16 +61,18 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="rows with TEXT in case/contender; a+b wants both; may be repeated",
     )
     parser.add_argument("--observe", action="store_true", help="also phalanx without sinks: what observing costs")
-    parser.add_argument("--budget-s", type=float, help="start no row after this many seconds; say what was left out")
+    parser.add_argument(
+        "--budget-s", type=float, default=BUDGET_S, help="start no row later than this (default %(default)g)"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS, help=f"where raw rows are appended (default {RESULTS})")
     parser.add_argument("--label", default=default_label(), help="names the machine in the file name (%(default)s)")
     options = parser.parse_args(arguments)
-    options.steps = options.steps if options.steps is not None else QUICK_STEPS if options.quick else 12
+    options.steps = options.steps if options.steps is not None else QUICK_STEPS if options.quick else STEPS
     options.repeats = options.repeats if options.repeats is not None else 1 if options.quick else 3
     for name in ("steps", "warmup", "repeats"):
         if getattr(options, name) < 1:
             raise UsageError(f"--{name} {getattr(options, name)} is less than 1")
-    if options.budget_s is not None and not options.budget_s > 0:
+    if not options.budget_s > 0:
         raise UsageError(f"--budget-s {options.budget_s:g} is not more than 0")
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", options.label):
         raise UsageError(f"--label {options.label!r}: letters, digits, '.', '_' and '-' only")
@@ -88,7 +91,7 @@ def run(options: argparse.Namespace, rows: Sequence[Row]) -> int:
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch, open(path, "a", encoding="utf-8") as results:
         left_out: list[Row] = []
         for number, row in enumerate(rows, 1):
-            if options.budget_s is not None and time.monotonic() - began > options.budget_s:
+            if time.monotonic() - began > options.budget_s:
                 left_out = list(rows[number - 1 :])
                 break
             record = facts | _measured(row, options, Path(scratch))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
@@ -172,6 +173,8 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
             pass
 
 
-def _last_words(out: Path, num_lines: int = 5) -> str:
-    lines = (out / "output.log").read_text(errors="replace").splitlines()
-    return " | ".join(line.strip() for line in lines[-num_lines:]) or "it said nothing"
+def _last_words(out: Path, num_lines: int = 6) -> str:
+    """The end of what the ranks said, without what torchrun has to say about it."""
+    lines = [line.strip() for line in (out / "output.log").read_text(errors="replace").splitlines() if line.strip()]
+    own = list(itertools.takewhile(lambda line: "torch/distributed/elastic" not in line, lines)) or lines
+    return " | ".join(own[-num_lines:]) or "it said nothing"

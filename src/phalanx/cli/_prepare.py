@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.checkpoint.locks import hold_run_lock
+from phalanx.checkpoint.locks import LOCK_NAME, hold_run_lock
 from phalanx.checkpoint.manifest import list_checkpoints
 from phalanx.cli._baselines import score
 from phalanx.cli._needs import check_needs
 from phalanx.cli._summary import summary_lines
-from phalanx.core.errors import UsageError
+from phalanx.core.errors import ResourceError, UsageError
 from phalanx.core.files import open_run_directory, resource_error, write_json_atomic
 from phalanx.data.corpus import Corpus, prepare_corpus
 from phalanx.job.schema import Job
@@ -40,37 +40,60 @@ class Prepared:
 @contextlib.contextmanager
 def prepared_run(job: Job, run_dir: Path, *, resume: bool, num_ranks: int | None) -> Iterator[Prepared]:
     """Plan, lock the run directory and prepare the data. What cannot start leaves nothing behind."""
+    _refuse_a_run_that_is_there(run_dir, resume)
     cluster = detect_cluster(job.cluster.device)
     shape = foreign_shape(job)
     check_needs(job, cluster.device)
     make_plan(job, cluster=cluster, num_ranks=num_ranks, shape=shape)  # refuse a bad layout before writing anything
+    with _new_run_directory(run_dir) as keep:
+        corpus = prepare_corpus(
+            job.data.source,
+            job.data.held_out_fraction,
+            run_dir / "data",
+            seq_len=job.data.seq_len,
+            vocab_size=job.model.vocab_size,
+        )
+        vocab_size = job.model.vocab_size or corpus.vocab_size
+        plan = make_plan(job, cluster=cluster, vocab_size=vocab_size, num_ranks=num_ranks, shape=shape)
+        if not resume:
+            open_run_directory(run_dir, needed_bytes=plan.num_params * CHECKPOINT_BYTES_PER_PARAM)
+        try:
+            write_json_atomic(run_dir / "job.json", job.to_json())
+            write_json_atomic(run_dir / "plan.json", plan.to_json())
+        except OSError as error:
+            raise resource_error(error, "writing the run's facts", run_dir) from None
+        keep()
+        yield Prepared(job, plan, corpus, run_dir)
+
+
+def _refuse_a_run_that_is_there(run_dir: Path, resume: bool) -> None:
+    """At once, before anything slow: another live job's (exit 9), or an old one that is not to be resumed."""
+    if (run_dir / LOCK_NAME).exists():
+        with contextlib.suppress(ResourceError), hold_run_lock(run_dir):
+            pass
     if not resume and (run_dir / "job.json").exists():
         raise UsageError("a run is there already", where=str(run_dir), fix=f"use --resume {run_dir} or another run.dir")
-    existed = run_dir.exists()
+
+
+@contextlib.contextmanager
+def _new_run_directory(run_dir: Path) -> Iterator[Callable[[], None]]:
+    """Create and lock `run_dir`. What is new of it goes away again unless the body calls what is yielded.
+
+    Only the holder of the lock removes files: of two jobs that race for a new directory, the loser leaves it alone.
+    """
+    new = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     try:
         open_run_directory(run_dir)
         with hold_run_lock(run_dir):
-            corpus = prepare_corpus(
-                job.data.source,
-                job.data.held_out_fraction,
-                run_dir / "data",
-                seq_len=job.data.seq_len,
-                vocab_size=job.model.vocab_size,
-            )
-            vocab_size = job.model.vocab_size or corpus.vocab_size
-            plan = make_plan(job, cluster=cluster, vocab_size=vocab_size, num_ranks=num_ranks, shape=shape)
-            if not resume:
-                open_run_directory(run_dir, needed_bytes=plan.num_params * CHECKPOINT_BYTES_PER_PARAM)
             try:
-                write_json_atomic(run_dir / "job.json", job.to_json())
-                write_json_atomic(run_dir / "plan.json", plan.to_json())
-            except OSError as error:
-                raise resource_error(error, "writing the run's facts", run_dir) from None
-            existed = True
-            yield Prepared(job, plan, corpus, run_dir)
+                yield new.clear
+            finally:
+                if run_dir in new:
+                    shutil.rmtree(run_dir, ignore_errors=True)
     finally:
-        if not existed:
-            shutil.rmtree(run_dir, ignore_errors=True)
+        for folder in new:
+            with contextlib.suppress(OSError):  # somebody else's by now
+                folder.rmdir()
 
 
 def announce(run: Prepared) -> None:

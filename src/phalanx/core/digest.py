@@ -34,4 +34,4 @@ def differing_keys(a: Any, b: Any, prefix: str = "") -> list[str]:
             else:
                 paths += differing_keys(a[key], b[key], path)
         return paths
-    return [] if a == b else [prefix or "."]
+    return [] if canonical_json(a) == canonical_json(b) else [prefix or "."]

@@ -1,0 +1,91 @@
+"""What every transform of phalanx.parallel keeps, whichever it is: covered by being in the folder."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from models import LAYOUTS, decoder, global_batches, plan, share
+from phalanx.core.phases import Phases
+from phalanx.mesh.blocks import find_blocks
+from phalanx.mesh.logical import full_name
+from phalanx.mesh.mesh import open_mesh
+from phalanx.nn.objective import causal_cross_entropy
+from phalanx.parallel.model import ParallelModel
+from phalanx.parallel.parallelize import transforms
+from phalanx.parallel.protocol import Order, Parallelism, Root, Workpiece
+from phalanx.plan.planner import Plan
+from ranks import run_ranks
+
+EVERY = [pytest.param(transform, id=type(transform).__name__) for transform in transforms()]
+
+
+def needing_plans() -> list[Plan]:
+    """One plan for each reason to transform anything."""
+    plans = [plan(2, **LAYOUTS[2][layout]) for layout in LAYOUTS[2]]
+    return [*plans, plan(2, recompute="full", dp_replicate=2), replace(plan(2, dp_replicate=2), compile=True)]
+
+
+def needing(transform: Parallelism) -> Plan:
+    """The first plan that wants it; a new transform that none of them wants needs one here."""
+    return next(a_plan for a_plan in needing_plans() if transform.wanted(a_plan))
+
+
+def test_they_are_in_order_and_all_there() -> None:
+    orders = [transform.order for transform in transforms()]
+    assert orders == sorted(orders)
+    names = {type(transform).__name__ for transform in transforms()}
+    assert {"DpShard", "DpReplicate", "Recompute", "Compile"} <= names
+
+
+@pytest.mark.parametrize("transform", EVERY)
+def test_it_has_an_order_and_is_wanted_only_by_plans_that_need_it(transform: Parallelism) -> None:
+    assert isinstance(transform.order, Order)
+    assert transform.wanted(plan(1)) is False
+    assert transform.wanted(needing(transform)) is True
+
+
+def test_one_data_parallelism_at_most_is_wanted() -> None:
+    """Both wrap the root."""
+    for num_ranks, layouts in LAYOUTS.items():
+        for layout in layouts.values():
+            a_plan = plan(num_ranks, **layout)
+            wanted = [t for t in transforms() if t.order is Order.DATA and t.wanted(a_plan)]
+            assert len(wanted) == (num_ranks > 1)
+
+
+def apply_alone(rank: int, index: int) -> dict[str, Any]:
+    transform = transforms()[index]
+    a_plan = needing(transform)
+    module = decoder(tied=True, dtype=torch.float32)
+    before = [name for name, _ in module.named_parameters()]
+    shapes = {name: p.shape for name, p in module.named_parameters()}
+    root = Root(module)
+    with open_mesh(a_plan.layout, device="cpu") as mesh:
+        piece = Workpiece(root=root, plan=a_plan, mesh=mesh, phases=Phases(), blocks=find_blocks(module), outer=root)
+        transform.apply(piece)
+        model = ParallelModel(piece)
+        found: dict[str, Any] = {
+            "names": [full_name(name) for name, _ in model.named_parameters()] == before,
+            "raw names": [name for name, _ in model.named_parameters()] == before,
+            "shapes": {name: shard.global_shape for name, shard in model.shards().items()} == shapes,
+            "module": model.module is module,
+        }
+        if not a_plan.compile:
+            batch = share(global_batches(1)[0], rank, 2, 1)
+            facts = model.finish_step(model.forward_backward(batch, causal_cross_entropy(16)))
+            found["phases closed"] = model.phases.current == ""
+            found["trains"] = facts.usable and all(p.grad is not None for p in model.parameters())
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own
+@pytest.mark.parametrize("transform", EVERY)
+def test_applied_alone_it_keeps_names_and_shapes_and_trains(transform: Parallelism) -> None:
+    """Names are the user's module's own, without even a wrapper's prefix; global shapes stay."""
+    index = [type(t) for t in transforms()].index(type(transform))
+    for found in run_ranks(2, apply_alone, index):
+        assert [what for what, kept in found.items() if not kept] == []

@@ -1,0 +1,476 @@
+"""Bad input is refused at the door: one line, its own exit code, nothing half-written."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from commands import (
+    LAUNCHER_VARIABLES,
+    SLACK,
+    TINY,
+    Done,
+    environment,
+    events,
+    finish,
+    lines_of,
+    loss_curve,
+    run,
+    run_all,
+    snapshot,
+    start,
+    wait_until,
+    weights,
+    write_text,
+)
+from phalanx.cli import _app
+from phalanx.observe.events import CheckpointFailed, CheckpointSaved
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Home:
+    """A user's folder, and `phalanx` run there inside this process."""
+
+    folder: Path
+    capture: pytest.CaptureFixture[str]
+
+    def refuse(self, *arguments: str) -> Done:
+        """What a command says that changes nothing on the disk."""
+        before = snapshot(self.folder)
+        folders = {path for path in self.folder.rglob("*") if path.is_dir()}
+        code = _app.run(arguments)
+        captured = self.capture.readouterr()
+        assert snapshot(self.folder) == before
+        assert {path for path in self.folder.rglob("*") if path.is_dir()} == folders
+        assert captured.out == ""
+        return Done(code, captured.out, captured.err, 0.0)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Home:
+    write_text(tmp_path / "text")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return Home(tmp_path, capsys)
+
+
+TEXT = (*TINY, "data.source=text", "parallel.ranks=2", "run.dir=run")
+
+
+# Data
+
+
+def test_missing_data(home: Home) -> None:
+    done = home.refuse("train", *TINY, "run.dir=run", "data.source=txet")
+    assert done.code == 4
+    assert 'data.source txet: no such file or folder; did you mean "text"?' in done.problem
+
+
+def test_data_on_another_machine(home: Home) -> None:
+    done = home.refuse("train", *TINY, "run.dir=run", "data.source=s3://bucket/text")
+    assert (done.code, "copy it here first" in done.problem) == (4, True)
+
+
+def test_empty_data(home: Home) -> None:
+    (home.folder / "nothing").mkdir()
+    (home.folder / "nothing" / "empty.txt").touch()
+    done = home.refuse("train", *TINY, "run.dir=run", "data.source=nothing")
+    assert (done.code, "every file is empty" in done.problem) == (4, True)
+
+
+def test_binary_data(home: Home) -> None:
+    (home.folder / "blob.bin").write_bytes(bytes(range(256)) * 100)
+    done = home.refuse("train", *TINY, "run.dir=run", "data.source=blob.bin")
+    assert (done.code, "the file is binary" in done.problem) == (4, True)
+
+
+def test_data_too_short_for_one_sequence(home: Home) -> None:
+    (home.folder / "short.txt").write_text("twenty characters...")
+    done = home.refuse("train", *TINY, "run.dir=run", "data.source=short.txt")
+    assert done.code == 4
+    assert re.search(r"not enough tokens for one sequence: \d+ to train on, 33 needed", done.problem)
+
+
+def test_token_id_beyond_the_vocabulary(home: Home) -> None:
+    np.save(home.folder / "ids.npy", np.arange(5000) % 300)
+    done = home.refuse("train", *TINY, "run.dir=run", "data.source=ids.npy", "model.vocab_size=256")
+    assert done.code == 4
+    assert "ids.npy: index 256: token 256 does not fit a vocabulary of 256; raise model.vocab_size" in done.problem
+
+
+def test_bytes_beyond_the_vocabulary(home: Home) -> None:
+    done = home.refuse("train", *TEXT, "model.vocab_size=100")
+    assert done.code == 4
+    assert re.search(r"text/abc\.py: byte \d+: token \d+ does not fit a vocabulary of 100", done.problem)
+
+
+# Jobs
+
+
+def test_ranks_that_do_not_divide_the_batch(home: Home) -> None:
+    done = home.refuse("train", *TEXT, "parallel.ranks=3")
+    assert done.code == 3
+    assert "8 sequences cannot be shared evenly by 3 ranks; nearest global_batch_size: 6 or 9" in done.problem
+
+
+def test_degrees_that_do_not_multiply_to_the_ranks(home: Home) -> None:
+    done = home.refuse("train", *TEXT, "parallel.ranks=4", "parallel.dp_shard=2", "parallel.dp_replicate=4")
+    assert done.code == 3
+    assert "dp_replicate 4 x dp_shard 2 makes 8 ranks, and parallel.ranks is 4; nearest:" in done.problem
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.kind=decodr", "model.kind: unknown model 'decodr'; did you mean \"decoder\"?"),
+        ('observe.sinks=["tensorbord"]', "unknown sink 'tensorbord'; did you mean \"tensorboard\"?"),
+        ("optim.kind=sgd", 'optim.kind: wanted "adamw", was given "sgd"'),
+        ('resilience.inject=["kil:step=1"]', 'did you mean "kill"?'),
+        ("model.layers=3", 'did you mean "num_layers"?'),
+        ("train.steps=0", "train.steps: wanted a whole number of at least 1, was given 0"),
+        ("train.steps=-5", "train.steps"),
+        ("train.steps=1e3", "train.steps"),
+        ("optim.lr=nan", "optim.lr"),
+        ("run.name=../../etc", "run.name"),
+        ("data.source=", "data.source"),
+        ("train.steps=99999999999999999999", "train.steps"),
+    ],
+)
+def test_a_value_that_cannot_be(home: Home, override: str, words: str) -> None:
+    done = home.refuse("train", *TEXT, override)
+    assert (done.code, words in done.problem) == (3, True), done.problem
+    assert "override" in done.problem
+
+
+def test_all_problems_are_told_at_once_with_their_places(home: Home) -> None:
+    (home.folder / "job.toml").write_text('[train]\nstesp = 5\nsteps = "many"\n\n[modle]\ndim = 7\n')
+    done = home.refuse("train", "job.toml", "optim.lr=-1", "run.dir=run")
+    assert done.code == 3
+    lines = done.err.splitlines()
+    assert len(lines) == 4
+    assert re.match(r"phalanx: job\.toml:2:1: .*stesp.*did you mean \"steps\"\?", lines[0])
+    assert re.match(r"phalanx: job\.toml:3:9: train\.steps: wanted .*\"many\"", lines[1])
+    assert re.match(r"phalanx: job\.toml:5:2: .*modle.*did you mean \"model\"\?", lines[2])
+    assert re.match(r"phalanx: override: optim\.lr: .*-1", lines[3])
+
+
+def test_a_job_file_that_is_not_there(home: Home) -> None:
+    done = home.refuse("train", "jbo.toml")
+    assert (done.code, "jbo.toml" in done.problem) == (3, True)
+
+
+def test_a_job_file_that_is_no_file(home: Home) -> None:
+    done = home.refuse("train", "text")
+    assert (done.code, "is a directory" in done.problem) == (3, True)
+
+
+def test_two_job_files(home: Home) -> None:
+    done = home.refuse("train", "a.toml", "b.toml")
+    assert (done.code, "one job file is enough" in done.problem) == (2, True)
+
+
+# Models and objectives of the user's own
+
+
+UNBUILDABLE = {
+    "user_code_broken:build": "RuntimeError: this module does not import",
+    "user_code:breaks_in_factory": "ValueError: the factory's own mistake",
+    "user_code:no_module": "returned dict, not an nn.Module",
+}
+FAILING = ("user_code:breaks_in_forward", "user_code:breaks_on_real_weights")
+
+
+@pytest.fixture(scope="module")
+def user_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Done]]:
+    """What a run with each of the users' mistaken models said, and the folder it ran in."""
+    folder = tmp_path_factory.mktemp("user")
+    write_text(folder / "text")
+    for name in ("user_code.py", "user_code_broken.py"):
+        shutil.copy(HERE / name, folder)
+    kinds = [*UNBUILDABLE, *FAILING]
+    commands = [["train", *TEXT, f"model.kind={kind}", f"run.dir=runs/{number}"] for number, kind in enumerate(kinds)]
+    good = ["model.kind=user_code:bigram", "model.objective=user_code:squared_error", "run.dir=runs/good"]
+    commands.append(["train", *TEXT, *good])
+    return folder, dict(zip([*kinds, "good"], run_all(commands, folder), strict=True))
+
+
+@pytest.mark.parametrize("kind", UNBUILDABLE)
+def test_a_model_that_cannot_be_built(user_models: tuple[Path, dict[str, Done]], kind: str) -> None:
+    folder, done = user_models
+    assert done[kind].code == 3
+    assert UNBUILDABLE[kind] in done[kind].problem
+    assert kind in done[kind].problem
+    assert not (folder / "runs" / str(list(UNBUILDABLE).index(kind))).exists()
+
+
+def test_a_model_that_fails_in_its_forward(user_models: tuple[Path, dict[str, Done]]) -> None:
+    """The user's own traceback, with their file and line and nobody else's; a crash that repeats is not repaired."""
+    done = user_models[1]["user_code:breaks_in_forward"]
+    assert done.code == 10
+    lines = done.err.splitlines()
+    assert lines[0].startswith("deterministic failure at step 1: RuntimeError: shape '[-1, 7]' is invalid")
+    assert re.match(r"rank [01] failed at step 1 in forward:", lines[1]), done.err
+    assert lines[2] == "Traceback (most recent call last):"
+    assert "user_code.py" in done.err
+    assert "# the user's mistake" in done.err
+    assert sum(line.startswith("Traceback") for line in lines) == 1, done.err
+    assert "Connection closed by peer" not in done.err
+
+
+def test_a_model_that_fails_before_the_first_step(user_models: tuple[Path, dict[str, Done]]) -> None:
+    """No restart can help: exit 1 with the traceback."""
+    done = user_models[1]["user_code:breaks_on_real_weights"]
+    assert done.code == 1
+    lines = done.err.splitlines()
+    assert re.match(r"rank [01] failed before the first step:", lines[0]), done.err
+    assert lines[1] == "Traceback (most recent call last):"
+    assert "user_code.py" in done.err
+    assert "ValueError: only when it is for real" in done.err
+    assert sum(line.startswith("Traceback") for line in lines) == 1, done.err
+
+
+def test_a_model_and_an_objective_that_work(user_models: tuple[Path, dict[str, Done]]) -> None:
+    folder, done = user_models
+    assert done["good"].code == 0, done["good"].err
+    curve = loss_curve(folder / "runs" / "good")
+    assert 0.9 < curve[1] <= 1.0  # (1 - 1/257)², not log 257
+    assert curve[20] < curve[1]
+
+
+# Run directories
+
+
+def test_a_refusal_leaves_no_folder_on_the_way(home: Home) -> None:
+    """Not even the ones above the run directory."""
+    done = home.refuse("train", *TEXT, "run.dir=runs/of/today", "model.vocab_size=100")
+    assert done.code == 4
+
+
+def test_a_run_directory_that_cannot_be_made(home: Home) -> None:
+    (home.folder / "file").touch()
+    done = home.refuse("train", *TEXT, "run.dir=file/run")
+    assert done.code == 7
+    assert "file/run" in done.problem
+
+
+def test_a_run_directory_that_cannot_be_written(home: Home) -> None:
+    closed = home.folder / "closed"
+    closed.mkdir()
+    with _mounted(closed, "ro"):
+        done = home.refuse("train", *TEXT, "run.dir=closed/run")
+    assert done.code == 7
+    assert "not writable" in done.problem
+    assert "choose another run.dir" in done.problem
+
+
+def test_a_full_run_directory(home: Home) -> None:
+    small = home.folder / "small"
+    small.mkdir()
+    with _mounted(small, "size=256k"):
+        done = home.refuse("train", *TEXT, "run.dir=small/run", "model.dim=256")
+        assert not list(small.iterdir())
+    assert done.code == 7
+    assert re.search(r"the run needs about .* are free; free space there or choose another run\.dir", done.problem)
+
+
+def test_no_room_for_the_data(home: Home) -> None:
+    small = home.folder / "small"
+    small.mkdir()
+    with _mounted(small, "size=32k"):
+        done = home.refuse("train", *TEXT, "run.dir=small/run")
+        assert not list(small.iterdir())
+    assert done.code == 7
+    assert "no space left while writing the token files" in done.problem
+
+
+class _mounted:
+    """A tmpfs on a folder; the test is skipped where that takes rights we do not have."""
+
+    def __init__(self, folder: Path, options: str) -> None:
+        self.folder, self.options = folder, options
+
+    def __enter__(self) -> None:
+        if os.geteuid() != 0 or shutil.which("mount") is None:
+            pytest.skip("needs root to mount a small or read-only file system")
+        command = ["mount", "-t", "tmpfs", "-o", self.options, "tmpfs", str(self.folder)]
+        if subprocess.run(command, capture_output=True, check=False).returncode != 0:
+            pytest.skip("mounting is not allowed here")
+
+    def __exit__(self, *_: object) -> None:
+        subprocess.run(["umount", "-l", str(self.folder)], check=True)
+
+
+def test_an_old_run_is_never_written_over(home: Home) -> None:
+    (home.folder / "run").mkdir()
+    (home.folder / "run" / "job.json").write_text("{}")
+    done = home.refuse("train", *TEXT)
+    assert (done.code, "use --resume run or another run.dir" in done.problem) == (2, True)
+
+
+def test_nothing_to_resume(home: Home) -> None:
+    done = home.refuse("train", "--resume", "nowhere")
+    assert (done.code, "no run to resume is there" in done.problem) == (2, True)
+
+
+# Launchers
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set and RANK is not"),
+        ({"RANK": "0"}, "RANK is set and WORLD_SIZE is not"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT are not set"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "RANK is 2 and WORLD_SIZE is 2"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK is 'one', which is not an integer"),
+    ],
+)
+def test_half_a_launcher(home: Home, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], words: str) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    done = home.refuse("train", *TEXT)
+    assert (done.code, words in done.problem) == (6, True), done.problem
+
+
+def start_ranks(folder: Path, port: int, overrides: Sequence[Sequence[str]]) -> list[subprocess.Popen[str]]:
+    """One rank for each list of overrides, as a launcher other than ours starts them."""
+    return [
+        start("train", *TEXT, *more, cwd=folder, env=rank_environment(rank, len(overrides), port))
+        for rank, more in enumerate(overrides)
+    ]
+
+
+def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    return environment(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), **here)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_a_port_that_is_taken(home: Home) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        done = run("train", *TEXT, cwd=home.folder, env=rank_environment(0, 2, port))
+    assert done.code == 6
+    assert f"port {port} on 127.0.0.1 cannot be listened on (address in use); choose another" in done.problem
+    assert done.wall_s < 5 * SLACK
+    assert not (home.folder / "run").exists()
+
+
+def test_ranks_that_differ(home: Home) -> None:
+    """The same words on every rank that speaks, with the key, both values and the rank; the same code on all."""
+    ranks = start_ranks(home.folder, free_port(), [(), ("optim.lr=0.5",)])
+    done = [finish(rank) for rank in ranks]
+    assert [d.code for d in done] == [7, 7], [d.err for d in done]
+    assert "the ranks differ: rank 1: " in done[0].err
+    assert "optim.lr = 0.5, not 0.003" in done[0].err
+    assert "give every rank the same job" in done[0].err
+    assert "Traceback" not in done[0].err + done[1].err
+
+
+# One directory, two jobs
+
+
+def test_a_run_directory_in_use(home: Home) -> None:
+    """The second job leaves within a second, naming the holder; the first never learns of it."""
+    first = start("train", *TEXT, "train.steps=3000", "checkpoint.at_end=false", cwd=home.folder)
+    with lines_of(first) as wait_for:
+        wait_for("step 10/")
+        for arguments in (["train", *TEXT], ["train", "--resume", "run"]):
+            second = run(*arguments, cwd=home.folder)
+            assert second.code == 9, second.err
+            assert f"in use by process {first.pid} on {socket.gethostname()}" in second.problem
+            assert second.wall_s < 1.0 * SLACK
+        first.send_signal(signal.SIGINT)
+        wait_for("run     run")
+        assert first.wait() == 130
+    assert not (home.folder / "run" / "lock").exists()
+    curve = loss_curve(home.folder / "run")
+    assert list(curve) == list(range(1, len(curve) + 1))
+
+
+# Checkpoints
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of ten steps with two checkpoints."""
+    folder = tmp_path_factory.mktemp("finished")
+    write_text(folder / "text")
+    done = run("train", *TEXT, "train.steps=10", "checkpoint.every_steps=5", cwd=folder)
+    assert done.code == 0, done.err
+    return folder
+
+
+@pytest.mark.parametrize("damage", ["flipped bit", "manifest cut short"])
+def test_a_damaged_checkpoint_is_refused_whole(finished: Path, tmp_path: Path, damage: str) -> None:
+    """Exit 5 naming the file; the run directory's checkpoints and facts are as before."""
+    folder = tmp_path / "copy"
+    shutil.copytree(finished, folder)
+    checkpoint = folder / "run" / "checkpoints" / "step-10"
+    victim = checkpoint / ("manifest.json" if damage == "manifest cut short" else "rank-0001.safetensors")
+    data = bytearray(victim.read_bytes())
+    if damage == "flipped bit":
+        data[-100] ^= 1
+    else:
+        del data[len(data) // 2 :]
+    victim.write_bytes(data)
+    before = snapshot(folder / "run" / "checkpoints")
+    done = run("train", "--resume", "run", "train.steps=12", cwd=folder)
+    assert done.code == 5, done.err
+    assert len(done.err.splitlines()) == 1, done.err
+    assert str(victim.relative_to(folder)) in done.err
+    assert snapshot(folder / "run" / "checkpoints") == before
+
+
+def test_a_run_that_is_done_has_nothing_to_resume(finished: Path) -> None:
+    before = snapshot(finished)
+    done = run("train", "--resume", "run", cwd=finished)
+    assert (done.code, done.err) == (0, "")
+    assert "step 10 is done and saved; nothing to do" in done.out
+    after = snapshot(finished)
+    assert {name for name in before if before[name] != after.get(name)} <= {"run/job.json", "run/plan.json"}
+    assert set(after) == set(before)
+
+
+def test_a_full_disk_does_not_stop_training(home: Home) -> None:
+    """A save that finds no room is an event; training goes on, the checkpoint before it stays whole."""
+    small = home.folder / "small"
+    small.mkdir()
+    with _mounted(small, "size=3m"):
+        arguments = [*TEXT, "run.dir=small/run", "model.dim=64", "train.steps=24", "checkpoint.every_steps=5"]
+        done = run("train", *arguments, cwd=home.folder)
+        run_dir = small / "run"
+        assert done.code == 0, done.err
+        saved = [e.event.step for e in events(run_dir, CheckpointSaved)]
+        failed = [e.event for e in events(run_dir, CheckpointFailed)]
+        assert saved[:1] == [5]
+        assert failed, saved
+        assert all("No space left on device" in event.reason for event in failed)
+        assert re.search(r"checkpoint of step \d+ failed: .*No space left", done.out)
+        for step in saved:
+            weights(run_dir, step)
+        assert sorted(os.listdir(run_dir / "checkpoints")) == sorted(f"step-{step}" for step in saved)
+
+
+def test_no_process_is_left_by_any_of_this() -> None:
+    wait_until(lambda: not [p for p in psutil.Process().children(recursive=True) if p.status() != "zombie"])

@@ -1,0 +1,80 @@
+"""Ranks that somebody else starts: torchrun, and plain environment variables."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from commands import TINY, Done, environment, finish, loss_curve, run, start, weights, write_text
+from test_bad_input import free_port, rank_environment
+
+JOB = (*TINY, "data.source=text", "train.eval_tokens=512", "checkpoint.every_steps=10")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "phalanx")
+
+
+@dataclass(frozen=True)
+class Reference:
+    folder: Path
+    done: Done
+
+    @property
+    def dir(self) -> Path:
+        return self.folder / "run"
+
+    def interrupted(self, name: str) -> Path:
+        """A copy of the run as if it had been killed on its way from step 10 to 20."""
+        copy = self.folder / name
+        shutil.copytree(self.dir, copy)
+        shutil.rmtree(copy / "checkpoints" / "step-20")
+        return copy
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """The same job under phalanx's own supervisor."""
+    folder = tmp_path_factory.mktemp("reference")
+    write_text(folder / "text")
+    done = run("train", *JOB, "parallel.ranks=2", "run.dir=run", cwd=folder)
+    assert done.code == 0, done.err
+    return Reference(folder, done)
+
+
+def test_torchrun_needs_no_run_directory_and_changes_no_bit(reference: Reference) -> None:
+    done = finish(start("train", *JOB, cwd=reference.folder, env=environment(OMP_NUM_THREADS="1"), command=TORCHRUN))
+    assert done.code == 0, done.err
+    (run_dir,) = (reference.folder / "runs").iterdir()
+    assert loss_curve(run_dir) == loss_curve(reference.dir)
+    assert weights(run_dir) == weights(reference.dir)
+    lines = done.out.splitlines()
+    assert lines[0] == lines[-1] == f"run     {run_dir.relative_to(reference.folder)}"  # one rank speaks for all
+    assert re.search(r"^loss +held out.*trigram", done.out, re.MULTILINE)
+    assert (run_dir / "report.html").exists()
+    assert not (run_dir / "lock").exists()
+
+
+def test_a_run_is_resumed_under_torchrun(reference: Reference) -> None:
+    copy = reference.interrupted("under torchrun")
+    arguments = ["train", "--resume", copy.name]
+    done = finish(start(*arguments, cwd=reference.folder, env=environment(OMP_NUM_THREADS="1"), command=TORCHRUN))
+    assert done.code == 0, done.err
+    assert "continues at step 10 from step-10" in done.out
+    assert loss_curve(copy) == loss_curve(reference.dir)  # which also holds the steps of both attempts against another
+    assert weights(copy) == weights(reference.dir)
+
+
+def test_ranks_started_by_hand(reference: Reference) -> None:
+    """Two processes with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, of a run started by ourselves."""
+    copy, port = reference.interrupted("by hand"), free_port()
+    ranks = [
+        start("train", "--resume", copy.name, cwd=reference.folder, env=rank_environment(rank, 2, port))
+        for rank in range(2)
+    ]
+    done = [finish(rank) for rank in ranks]
+    assert [d.code for d in done] == [0, 0], [d.err for d in done]
+    assert done[1].out == ""
+    assert loss_curve(copy) == loss_curve(reference.dir)
+    assert weights(copy) == weights(reference.dir)

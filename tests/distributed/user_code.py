@@ -1,0 +1,84 @@
+"""What users bring: models and objectives, good ones and others. Imported by name in the tests' runs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Bigram(nn.Module):
+    """Token ids to logits of the next token."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.lookup = nn.Embedding(vocab_size, 16)
+        self.out = nn.Linear(16, vocab_size)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.out(self.lookup(inputs))
+
+
+class BreaksInForward(Bigram):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.out(self.lookup(inputs).reshape(-1, 7))  # the user's mistake
+
+
+def bigram(vocab_size: int = 257) -> nn.Module:
+    return Bigram(vocab_size)
+
+
+def breaks_in_forward(vocab_size: int = 257) -> nn.Module:
+    return BreaksInForward(vocab_size)
+
+
+def breaks_in_factory() -> nn.Module:
+    raise ValueError("the factory's own mistake")
+
+
+def breaks_on_real_weights() -> nn.Module:
+    module = Bigram(257)
+    if module.out.weight.device.type != "meta":
+        raise ValueError("only when it is for real")
+    return module
+
+
+def no_module() -> Any:
+    return {"weights": 1}
+
+
+def squared_error(logits: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """An objective of the user's own: the probability of the target should be 1."""
+    chosen = logits.softmax(-1).gather(-1, batch["targets"][..., None])
+    return (1 - chosen).square().sum(), torch.tensor(batch["targets"].numel())
+
+
+_calls = 0
+
+
+def poisoned(logits: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """`squared_error`, except that rank 1 returns NaN at the steps POISON names ("3,4": one call is one step)."""
+    global _calls
+    _calls += 1
+    loss, count = squared_error(logits, batch)
+    if os.environ["RANK"] == "1" and str(_calls) in os.environ["POISON"].split(","):
+        loss = loss * float("nan")
+    return loss, count
+
+
+class Slow(Bigram):
+    """Says that it is in its forward, and stays there."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        Path("slow").touch()
+        time.sleep(60)
+        return super().forward(inputs)
+
+
+def slow(vocab_size: int = 257) -> nn.Module:
+    return Slow(vocab_size)

@@ -1,0 +1,3 @@
+import torch
+
+raise RuntimeError("this module does not import")

@@ -1,0 +1,188 @@
+"""Killed at any moment, continued by itself or by hand: the loss curve and the final weights are those of a run that
+nothing happened to, to the last bit.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from commands import TINY, Done, events, finish, lines_of, loss_curve, run, run_all, start, survivors, wait_until
+from commands import weights, write_text
+
+from phalanx.observe.events import RankFailed, RestartScheduled, RunFinished, StepFinished
+
+STEPS, EVERY = 20, 5
+LAYOUTS = {"ddp": "parallel.dp_replicate=2", "zero3": "parallel.dp_shard=2"}
+STEP_PHASES = ("data", "forward", "backward", "collective", "optimizer")
+SAVE_PHASES = ("ckpt_stage", "ckpt_write", "before_commit", "after_commit")
+
+
+@dataclass(frozen=True)
+class Drill:
+    """A folder with an uninterrupted run of each layout."""
+
+    folder: Path
+
+    def arguments(self, layout: str, name: str, *more: str) -> list[str]:
+        job = (*TINY, "data.source=text", f"train.steps={STEPS}", f"checkpoint.every_steps={EVERY}", "optim.lr=0.01")
+        return ["train", *job, "parallel.ranks=2", LAYOUTS[layout], f"run.dir={name}", *more]
+
+    def injured(self, layout: str, name: str, faults: list[str], *more: str) -> Done:
+        return run(*self.arguments(layout, name, _inject(faults), *more), cwd=self.folder)
+
+    def resume(self, name: str, *more: str) -> Done:
+        return run("train", "--resume", name, *more, cwd=self.folder)
+
+    def require_same(self, layout: str, name: str) -> None:
+        """Every step, also those done again, and every byte of the last checkpoint."""
+        straight, found = self.folder / layout, self.folder / name
+        assert loss_curve(found) == loss_curve(straight)
+        assert list(loss_curve(straight)) == list(range(1, STEPS + 1))
+        assert weights(found) == weights(straight)
+        assert not survivors(found)
+        assert not (found / "lock").exists()
+
+
+@pytest.fixture(scope="module")
+def drill(tmp_path_factory: pytest.TempPathFactory) -> Drill:
+    folder = tmp_path_factory.mktemp("drill")
+    write_text(folder / "text")
+    drill = Drill(folder)
+    for done in run_all([drill.arguments(layout, layout) for layout in LAYOUTS], folder):
+        assert done.code == 0, done.err
+    return drill
+
+
+def _inject(faults: list[str]) -> str:
+    return "resilience.inject=[" + ", ".join(f'"{fault}"' for fault in faults) + "]"
+
+
+def draw_faults(seed: int, phases: tuple[str, ...]) -> list[str]:
+    """One kill for each of `phases`, at a drawn rank and at steps far enough apart to be met one after the other."""
+    draw = random.Random(seed)
+    order = draw.sample(phases, len(phases))
+    faults = []
+    for phase in order:
+        rank, step = draw.randrange(2), draw.randrange(2, STEPS)
+        if phase in SAVE_PHASES:
+            step = draw.randrange(EVERY, STEPS + 1, EVERY)
+        place = f"rank={rank},phase={phase}" if phase in ("ckpt_load", "startup") else f"rank={rank},step={step},phase={phase}"
+        faults.append(f"kill:{place}")
+    return faults
+
+
+def _struck(run_dir: Path) -> list[tuple[str, int]]:
+    return [(e.event.phase, e.event.failed_rank) for e in events_of_supervisor(run_dir, RankFailed)]
+
+
+def events_of_supervisor(run_dir: Path, kind: type) -> list:  # a rank's last line may be torn
+    from phalanx.observe.events import parse_line
+
+    lines = (run_dir / "events" / "supervisor.jsonl").read_text().splitlines()
+    found = [envelope for line in lines if (envelope := parse_line(line))]
+    return [envelope for envelope in found if isinstance(envelope.event, kind)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "seed", "phases"),
+    [
+        ("ddp", 1, ("data", "forward", "optimizer", "ckpt_write", "after_commit", "ckpt_load")),
+        ("zero3", 2, ("backward", "collective", "ckpt_stage", "before_commit", "optimizer", "ckpt_load")),
+    ],
+)
+def test_killed_ranks_start_again(drill: Drill, layout: str, seed: int, phases: tuple[str, ...]) -> None:
+    """Six kills in one run, each met once; the supervisor names rank and phase and starts again."""
+    faults = draw_faults(seed, phases)
+    print("seed", seed, faults)
+    done = drill.injured(layout, f"{layout} killed", faults, "resilience.max_restarts=10")
+    assert done.code == 0, done.err
+    run_dir = drill.folder / f"{layout} killed"
+    assert sorted(phase for phase, _ in _struck(run_dir)) == sorted(phases)
+    assert len(events_of_supervisor(run_dir, RestartScheduled)) == len(phases)
+    assert len(os.listdir(run_dir / "faults")) == len(phases)
+    assert len(re.findall(r"was killed by SIGKILL .*; starting again from step \d+ \(restart", done.out)) == len(phases)
+    drill.require_same(layout, run_dir.name)
+
+
+@pytest.mark.parametrize(("layout", "seed"), [("zero3", 3)])
+def test_a_killed_run_is_continued_by_hand(drill: Drill, layout: str, seed: int) -> None:
+    """No restarts: the run ends with exit 10 at each kill, and each time `--resume` takes it on."""
+    name = f"{layout} by hand"
+    faults = draw_faults(seed, ("forward", "before_commit"))
+    done = drill.injured(layout, name, faults, "resilience.max_restarts=0")
+    for _ in faults:
+        assert done.code == 10, done.err
+        assert "the restart budget is spent: 0 in" in done.err
+        assert "was killed by SIGKILL" in done.err
+        done = drill.resume(name)
+    assert done.code == 0, done.err
+    drill.require_same(layout, name)
+
+
+@pytest.mark.parametrize("whole_group", [False, True])
+def test_a_killed_supervisor_takes_its_ranks_along(drill: Drill, whole_group: bool) -> None:
+    """kill -9 of the supervisor, alone or with its process group; nothing is left and the run continues."""
+    name = f"supervisor killed {whole_group}"
+    process = start(*drill.arguments("ddp", name, "observe.log_every=1"), cwd=drill.folder)
+    with lines_of(process) as wait_for:
+        wait_for("step 7/")
+        if whole_group:
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            process.kill()
+        assert process.wait() == -signal.SIGKILL
+    wait_until(lambda: not survivors(drill.folder / name))
+    done = drill.resume(name)
+    assert done.code == 0, done.err
+    assert "continues at step 5 from step-5" in done.out or "continues at step 10" in done.out
+    drill.require_same("ddp", name)
+
+
+def test_a_kill_is_seen_at_once_and_mended_quickly(drill: Drill) -> None:
+    """Seen within a second, training again within ten, of which nothing is the import of torch."""
+    done = drill.injured("ddp", "timed", ["kill:rank=1,step=12,phase=forward"])
+    assert done.code == 0, done.err
+    run_dir = drill.folder / "timed"
+    (failed,) = events_of_supervisor(run_dir, RankFailed)
+    assert (failed.event.failed_rank, failed.event.step, failed.event.phase) == (1, 12, "forward")
+    assert failed.event.detected_s < 1.0
+    (restart,) = events_of_supervisor(run_dir, RestartScheduled)
+    assert restart.event.from_step == 10
+    again = min(e.time_unix_s for e in events(run_dir, StepFinished) if e.attempt == 1)
+    assert again - failed.time_unix_s < 10.0
+    (ended,) = events_of_supervisor(run_dir, RunFinished)
+    assert (ended.event.status, ended.event.step) == ("finished", STEPS)
+    drill.require_same("ddp", "timed")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(100, 120))
+def test_campaign(drill: Drill, seed: int) -> None:
+    """Twenty seeds, both layouts, every phase; half of them with a kill of the supervisor at a drawn moment."""
+    draw = random.Random(seed)
+    layout = draw.choice(list(LAYOUTS))
+    phases = tuple(draw.sample((*STEP_PHASES, *SAVE_PHASES, "ckpt_load", "startup"), 5))
+    faults = draw_faults(seed, phases)
+    name = f"campaign {seed}"
+    print("seed", seed, layout, faults)
+    arguments = drill.arguments(layout, name, _inject(faults), "resilience.max_restarts=20")
+    process = start(*arguments, cwd=drill.folder)
+    if seed % 2:
+        deadline = time.monotonic() + draw.uniform(2.0, 8.0)
+        wait_until(lambda: process.poll() is not None or time.monotonic() > deadline)
+        process.kill()
+    done = finish(process)
+    wait_until(lambda: not survivors(drill.folder / name))
+    if seed % 2 and (drill.folder / name / "job.json").exists():
+        done = drill.resume(name)
+    elif seed % 2:
+        done = run(*arguments, cwd=drill.folder)
+    assert done.code == 0, done.err
+    drill.require_same(layout, name)

@@ -1,0 +1,163 @@
+"""Asked to stop: the run saves, says how to continue, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from commands import SLACK, TINY, environment, events, lines_of, loss_curve, run, run_all, start, survivors
+from commands import wait_until, weights, write_text
+
+from phalanx.observe.events import CheckpointSaved, RunFinished, StepFinished, StepSkipped, StopRequested
+
+STEPS = 300
+JOB = (*TINY, "data.source=text", f"train.steps={STEPS}", "parallel.ranks=2", "observe.log_every=1")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("signals")
+    write_text(folder / "text")
+    done = run("train", *JOB, "run.dir=straight", cwd=folder)
+    assert done.code == 0, done.err
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(folder: Path) -> Iterator[None]:
+    before = set(os.listdir("/dev/shm"))
+    yield
+    wait_until(lambda: not survivors(folder))
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if "torch" in name or "phalanx" in name}
+    assert not list(folder.glob("*/lock"))
+
+
+def _stop(folder: Path, name: str, *numbers: signal.Signals, more: tuple[str, ...] = ()) -> tuple[int, str, float]:
+    """(exit code, output, seconds from the last signal to the end) of a run that gets signals after step 5."""
+    process = start("train", *JOB, f"run.dir={name}", *more, cwd=folder)
+    with lines_of(process) as wait_for:
+        wait_for("step 5/")
+        for index, number in enumerate(numbers):
+            if index:
+                wait_for("press Ctrl-C again to stop at once")
+            process.send_signal(number)
+            sent_s = time.monotonic()
+        out, err = process.communicate()
+        return process.returncode, out + err, time.monotonic() - sent_s
+
+
+def test_sigterm_saves_and_the_resumed_run_is_the_same(folder: Path) -> None:
+    code, said, _ = _stop(folder, "preempted", signal.SIGTERM)
+    assert code == 75, said
+    run_dir = folder / "preempted"
+    (step,) = {e.event.step for e in events(run_dir, StopRequested)}
+    assert [e.event.step for e in events(run_dir, CheckpointSaved)] == [step]
+    assert f"resume  phalanx train --resume preempted   (newest checkpoint: step-{step})" in said
+    (ended,) = (e.event for e in events(run_dir, RunFinished))
+    assert (ended.status, ended.exit_code, ended.step) == ("preempted", 75, step)
+    done = run("train", "--resume", "preempted", cwd=folder)
+    assert done.code == 0, done.err
+    assert loss_curve(run_dir) == loss_curve(folder / "straight")
+    assert weights(run_dir) == weights(folder / "straight")
+    assert len(events(run_dir, StepFinished)) == 2 * STEPS  # no step was done twice
+
+
+def test_ctrl_c_saves_and_says_how_to_continue(folder: Path) -> None:
+    """The whole foreground group gets it, as from a terminal; checkpoints by the clock were written meanwhile."""
+    process = start("train", *JOB, "run.dir=interrupted", "checkpoint.every_minutes=0.0001", cwd=folder)
+    with lines_of(process) as wait_for:
+        wait_for("saved checkpoint of step")
+        wait_for("saved checkpoint of step")
+        os.killpg(process.pid, signal.SIGINT)
+        wait_for("stopping after this step and saving; press Ctrl-C again to stop at once")
+        resume = wait_for("resume  phalanx train --resume interrupted")
+        out, err = process.communicate()
+    assert process.returncode == 130, err
+    run_dir = folder / "interrupted"
+    (step,) = {e.event.step for e in events(run_dir, StopRequested)}
+    assert f"step-{step})" in resume
+    saved = [e.event.step for e in events(run_dir, CheckpointSaved)]
+    assert len(saved) >= 3
+    assert saved[-1] == step
+    weights(run_dir)
+    assert out.splitlines()[-1] == "run     interrupted"
+
+
+def test_ctrl_c_twice_is_at_once(folder: Path) -> None:
+    """A model that takes its time in its forward does not keep anybody waiting."""
+    shutil.copy(Path(__file__).parents[1] / "distributed" / "user_code.py", folder)
+    process = start("train", *JOB, "run.dir=twice", "model.kind=user_code:slow", cwd=folder)
+    with lines_of(process) as wait_for:
+        wait_for("2 ranks on cpu")
+        wait_until((folder / "slow").exists)
+        os.killpg(process.pid, signal.SIGINT)
+        wait_for("press Ctrl-C again to stop at once")
+        os.killpg(process.pid, signal.SIGINT)
+        sent_s = time.monotonic()
+        _, err = process.communicate()
+        assert time.monotonic() - sent_s < 2.0 * SLACK
+    assert process.returncode == 130
+    assert "stopped at once by Ctrl-C; the last checkpoint stands" in err
+    assert "Traceback" not in err
+
+
+def test_steps_that_are_not_a_number_are_skipped_by_all_ranks(folder: Path) -> None:
+    """NaN on one rank at steps 3 and 5: nobody applies them, the run says which samples, and it goes on."""
+    shutil.copy(Path(__file__).parents[1] / "distributed" / "user_code.py", folder)
+    mine = ["model.kind=user_code:bigram", "model.objective=user_code:poisoned", "train.steps=8", "parallel.ranks=2"]
+    job = ["train", *TINY, "data.source=text", *mine, "checkpoint.every_steps=1"]
+    limit = "resilience.max_skipped_steps=2"
+    command = [sys.executable, "-m", "phalanx"]
+    some = start(*job, "run.dir=nan", limit, cwd=folder, env=environment(POISON="3,5"), command=command)
+    many = start(*job, "run.dir=all nan", limit, cwd=folder, env=environment(POISON="2,3,4,5"), command=command)
+    out, err = some.communicate()
+    assert some.returncode == 0, err
+    run_dir = folder / "nan"
+    skipped = [e.event for e in events(run_dir, StepSkipped)]
+    assert [(e.step, e.reason, e.first_sample, e.num_samples) for e in skipped] == [
+        (3, "nonfinite_gradients", 16, 8),
+        (5, "nonfinite_gradients", 32, 8),
+    ]
+    assert "skipped step 3: nonfinite gradients" in out
+    for step in (3, 5):
+        assert weights(run_dir, step) == weights(run_dir, step - 1)
+    for step in (2, 4, 6, 7, 8):
+        assert weights(run_dir, step) != weights(run_dir, step - 1)
+    out, err = many.communicate()
+    assert many.returncode == 8, err
+    assert err.splitlines() == [
+        "3 steps in a row had non-finite gradients, up to step 4; lower optim.lr, lengthen optim.warmup_steps, "
+        "or continue from an older checkpoint"
+    ]
+    assert [e.event.step for e in events(folder / "all nan", StepSkipped)] == [2, 3]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("after_s", [0.0, 0.3, 1.0, 1.5, 2.0, 2.5])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_at_any_moment_of_the_start(folder: Path, after_s: float, number: signal.Signals) -> None:
+    """Whether or not the ranks have started: the agreed exit code, no traceback, nothing left."""
+    name = f"early {number.name} {after_s}"
+    process = start("train", *JOB, f"run.dir={name}", cwd=folder)
+    with lines_of(process) as wait_for:
+        wait_for("run     ")
+        deadline = time.monotonic() + after_s
+        wait_until(lambda: time.monotonic() >= deadline)
+        os.killpg(process.pid, number)
+        _, err = process.communicate()
+    assert process.returncode == (75 if number == signal.SIGTERM else 130), err
+    assert "Traceback" not in err
+
+
+def test_both_runs_can_be_started_side_by_side(folder: Path) -> None:
+    """Ports are free ones, whoever else trains on this machine."""
+    short = ["train", *JOB, "train.steps=5"]
+    done = run_all([[*short, "run.dir=left"], [*short, "run.dir=right"]], folder)
+    assert [d.code for d in done] == [0, 0], [d.err for d in done]
+    assert loss_curve(folder / "left") == loss_curve(folder / "right")

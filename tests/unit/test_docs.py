@@ -1,0 +1,49 @@
+"""The docs say what the code says, and point at what exists."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_reference_is_what_the_code_says() -> None:
+    generated = runpy.run_path(str(ROOT / "docs" / "generate.py"))["reference"]()
+    assert (ROOT / "docs" / "reference.md").read_text(encoding="utf-8") == generated, "run make docs"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_point_at_files(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8"))
+    missing = [t for t in targets if "://" not in t and not (page.parent / t).exists()]
+    assert not missing
+
+
+def test_annotated_tree_of_the_readme_is_the_tree() -> None:
+    tree = (ROOT / "README.md").read_text(encoding="utf-8").split("src/phalanx/\n")[1].split("\ntests/")[0]
+    named = {word.rstrip("/") for word in re.findall(r"\b[a-z]+/", tree)}
+    rooms = {p.name for p in (ROOT / "src" / "phalanx").iterdir() if (p / "__init__.py").exists()}
+    assert named == rooms
+
+
+def test_make_targets_named_in_the_docs_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    for page in PAGES:
+        named = set(re.findall(r"`make ([a-z-]+)`", page.read_text(encoding="utf-8")))
+        assert named <= targets, page.name
+
+
+def test_every_pinned_dependency_of_the_project_is_in_the_constraints() -> None:
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *(d for group in project["optional-dependencies"].values() for d in group)]
+    names = {re.split(r"[\[<>=~! ]", d, maxsplit=1)[0].lower().replace("_", "-") for d in wanted} - {"phalanx"}
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {line.split("==")[0].lower().replace("_", "-") for line in lines if "==" in line}
+    assert names <= pinned

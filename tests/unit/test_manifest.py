@@ -1,0 +1,119 @@
+"""The manifest: read back as written, refused when it is not, and listed in order of steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    Piece,
+    StoredFile,
+    StoredTensor,
+    body_xxh3,
+    checkpoint_directory,
+    file_xxh3,
+    list_checkpoints,
+    newest_step,
+    read_manifest,
+    verify_file,
+)
+from phalanx.core.errors import CheckpointError, ExitCode
+
+ONE = Manifest(
+    step=7,
+    job_digest="abc",
+    layout={"dp_shard": 2},
+    facts={"seed": 3, "note": "é"},
+    tensors={"w": StoredTensor((4, 2), "float32", (Piece("a.safetensors", "w#0", (0, 0), (4, 2)),))},
+    aliases={"head.weight": "w"},
+    files={"a.safetensors": StoredFile(100, "00ff")},
+)
+
+
+def write(directory: Path, body: Any) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / MANIFEST).write_text(json.dumps(body))
+    return directory
+
+
+def test_it_comes_back(tmp_path: Path) -> None:
+    assert read_manifest(write(tmp_path, ONE.to_json())) == ONE
+    assert ONE.num_bytes == 100
+
+
+def test_spacing_and_order_do_not_count(tmp_path: Path) -> None:
+    body = ONE.to_json()
+    (tmp_path / MANIFEST).write_text(json.dumps(dict(reversed(body.items())), indent=3))
+    assert read_manifest(tmp_path) == ONE
+
+
+def every_flip(text: bytes) -> list[bytes]:
+    return [text[:at] + bytes([text[at] ^ 2]) + text[at + 1 :] for at in range(len(text))]
+
+
+def test_any_flipped_bit_is_found(tmp_path: Path) -> None:
+    """At every byte: an error, or (in the few bytes that mean nothing) the same manifest."""
+    whole = json.dumps(ONE.to_json(), ensure_ascii=False).encode()
+    for flipped in every_flip(whole):
+        (tmp_path / MANIFEST).write_bytes(flipped)
+        try:
+            found, error = read_manifest(tmp_path), None
+        except CheckpointError as caught:
+            found, error = ONE, caught
+        assert found == ONE
+        assert error is None or (error.exit_code == ExitCode.CHECKPOINT and str(tmp_path) in str(error))
+
+
+@pytest.mark.parametrize("name", ["../a", "/etc/passwd", "a/b", ".hidden", "", "a\n", "..", "x" * 129, 5, None])
+def test_a_file_name_cannot_leave_the_directory(tmp_path: Path, name: Any) -> None:
+    body = json.loads(json.dumps(ONE.to_json()))
+    body["tensors"]["w"]["pieces"][0]["file"] = name
+    body["files"][name] = body["files"]["a.safetensors"]
+    body = json.loads(json.dumps(body))
+    body["xxh3"] = body_xxh3(body)
+    with pytest.raises(CheckpointError, match="bad file name"):
+        read_manifest(write(tmp_path, body))
+
+
+@pytest.mark.parametrize("key", ["step", "job_digest", "layout", "facts", "tensors", "aliases", "files"])
+@pytest.mark.parametrize("value", [None, "x", 3, [1], "absent"])
+def test_a_part_of_the_wrong_kind_is_damage(tmp_path: Path, key: str, value: Any) -> None:
+    """Nothing but CheckpointError, whatever stands there; strings and numbers may be what they should be."""
+    body = ONE.to_json()
+    del body[key]
+    if value != "absent":
+        body[key] = value
+    body["xxh3"] = body_xxh3(body)
+    if (key, value) in (("step", 3), ("job_digest", "x"), ("job_digest", 3), ("job_digest", None)):
+        assert read_manifest(write(tmp_path, body)).step in (3, 7)
+        return
+    if key == "job_digest" and value == [1]:
+        return
+    with pytest.raises(CheckpointError, match="damaged"):
+        read_manifest(write(tmp_path, body))
+
+
+def test_files_are_verified_by_size_and_content(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"12345")
+    good = StoredFile(5, file_xxh3(tmp_path / "a"))
+    verify_file(tmp_path, "a", good)
+    with pytest.raises(CheckpointError, match="5 bytes, not the 6"):
+        verify_file(tmp_path, "a", StoredFile(6, good.xxh3))
+    with pytest.raises(CheckpointError, match="not those that were written"):
+        verify_file(tmp_path, "a", StoredFile(5, "0" * 16))
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        verify_file(tmp_path, "b", good)
+
+
+def test_checkpoints_are_listed_in_order_of_steps(tmp_path: Path) -> None:
+    assert list_checkpoints(tmp_path) == []
+    assert newest_step(tmp_path) == 0
+    for step in (100, 9, 20):
+        write(checkpoint_directory(tmp_path, step), ONE.to_json())
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-9", "step-20", "step-100"]
+    assert newest_step(tmp_path) == 100

@@ -1,0 +1,206 @@
+"""The planner chooses the simplest layout that fits, obeys the job, and refuses with the nearest that would do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from phalanx.core.errors import ExitCode, LayoutError
+from phalanx.job.schema import Job
+from phalanx.job.shape import Measured, measured_shape
+from phalanx.plan.cluster import Cluster
+from phalanx.plan.layout import Layout
+from phalanx.plan.planner import HEADROOM, Plan, divisors, make_plan, nearest
+
+GIB = 2**30
+CORES = Cluster("cpu", 8, 64 * GIB)
+GPUS = Cluster("cuda", 8, 80 * GIB, "H100")
+
+
+def plan(cluster: Cluster = CORES, *, num_ranks: int | None = None, **sections: dict[str, Any]) -> Plan:
+    return make_plan(Job.model_validate(sections), cluster=cluster, num_ranks=num_ranks, vocab_size=257)
+
+
+def billions(gpus: int, **parallel: Any) -> Plan:
+    """7 B parameters: 108 GiB of fp32 state. 128 sequences of 512 in microbatches of one."""
+    model = {"dim": 4096, "num_layers": 32, "num_heads": 32, "ffn_dim": 11008, "vocab_size": 32000}
+    train = {"global_batch_size": 1024, "micro_batch_size": 1, "recompute": "full"}
+    cluster = Cluster("cuda", gpus, 80 * GIB, "H100")
+    return plan(
+        cluster, model=model, train=train, data={"seq_len": 512}, parallel=parallel, precision={"compute": "bf16"}
+    )
+
+
+# The choice
+
+
+def test_what_fits_is_not_sharded() -> None:
+    found = plan(parallel={"ranks": 4})
+    assert (found.chosen.name, found.layout) == ("ddp", Layout(dp_replicate=4))
+    assert [c.name for c in found.alternatives] == ["ddp", "zero1", "zero2", "zero3"]
+    assert [c.name for c in found.alternatives if c.chosen] == ["ddp"]
+    assert all(c.why for c in found.alternatives)
+
+
+def test_sharding_is_chosen_when_needed_and_no_more_than_needed() -> None:
+    """As memory shrinks the choice goes ddp, zero2, zero3, refusal; at each size it fits and the simpler did not."""
+    names = []
+    for gib in (200, 120, 80, 60, 45, 40, 30, 25, 20, 15, 8):
+        cluster = Cluster("cuda", 8, gib * GIB)
+        model = {"dim": 4096, "num_layers": 32, "num_heads": 32, "ffn_dim": 11008, "vocab_size": 32000}
+        sections: dict[str, Any] = {
+            "model": model,
+            "train": {"global_batch_size": 8, "recompute": "full"},
+            "precision": {"compute": "bf16"},
+        }
+        try:
+            found = plan(cluster, **sections)
+        except LayoutError as error:
+            names.append("refused" if "GiB are there" in str(error) else str(error))
+            continue
+        names.append(found.chosen.name)
+        assert found.chosen.total_bytes <= found.capacity_bytes <= HEADROOM * gib * GIB
+        simpler = found.alternatives[: found.alternatives.index(found.chosen)]
+        assert not any(c.fits for c in simpler if c.name != "zero1")
+    assert names == sorted(names, key=["ddp", "zero2", "zero3", "refused"].index)
+    assert set(names) == {"ddp", "zero2", "zero3", "refused"}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "name", "layout"),
+    [
+        ({"ranks": 4, "dp_shard": 4}, "zero3", Layout(dp_shard=4)),
+        ({"ranks": 4, "dp_shard": 4, "zero_stage": 2}, "zero2", Layout(dp_shard=4)),
+        ({"ranks": 4, "dp_shard": 2}, "zero3", Layout(dp_replicate=2, dp_shard=2)),
+        ({"ranks": 4, "dp_replicate": 2}, "zero3", Layout(dp_replicate=2, dp_shard=2)),
+        ({"dp_replicate": 2, "dp_shard": 2}, "zero3", Layout(dp_replicate=2, dp_shard=2)),
+        ({"ranks": 4, "dp_replicate": 4}, "ddp", Layout(dp_replicate=4)),
+        ({"ranks": 4, "dp_shard": 1}, "ddp", Layout(dp_replicate=4)),
+        ({"ranks": 4, "dp_replicate": 1}, "zero3", Layout(dp_shard=4)),
+        ({"ranks": 1}, "one", Layout()),
+        ({"ranks": 1, "dp_shard": 1, "dp_replicate": 1}, "one", Layout()),
+    ],
+)
+def test_what_the_job_pins_wins(parallel: dict[str, Any], name: str, layout: Layout) -> None:
+    found = plan(parallel=parallel)
+    assert (found.chosen.name, found.layout) == (name, layout)
+
+
+def test_ranks_are_the_most_that_divide_the_batch() -> None:
+    assert plan(train={"global_batch_size": 12}).world_size == 6
+    assert plan(train={"global_batch_size": 12, "micro_batch_size": 4}).world_size == 3
+    assert plan(Cluster("cpu", 1, 8 * GIB)).world_size == 2  # distributed even on one core
+    assert plan(Cluster("cpu", 64, 256 * GIB), train={"global_batch_size": 64}).world_size == 8
+    assert plan(GPUS, train={"global_batch_size": 64}).world_size == 8
+    assert plan(num_ranks=4).world_size == 4
+
+
+def test_the_batch_is_split_without_a_rest() -> None:
+    found = plan(train={"global_batch_size": 48, "micro_batch_size": 4}, parallel={"ranks": 3}, data={"seq_len": 10})
+    assert (found.micro_batch_size, found.num_microbatches) == (4, 4)
+    assert found.targets_per_rank == 160
+    assert found.micro_batch_size * found.num_microbatches * found.world_size == found.global_batch_size
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        (
+            {"train": {"global_batch_size": 30}, "parallel": {"ranks": 4}},
+            ["nearest batch: 28 or 32", "nearest ranks: 3 or 5"],
+        ),
+        ({"train": {"global_batch_size": 2}, "parallel": {"ranks": 4}}, ["nearest batch: 4;", "nearest ranks: 2"]),
+        (
+            {"train": {"global_batch_size": 32, "micro_batch_size": 3}, "parallel": {"ranks": 4}},
+            ["micro_batch_size 3 does not divide the 8", "nearest: 2 or 4"],
+        ),
+        ({"parallel": {"ranks": 8, "dp_shard": 3}}, ["dp_shard 3 does not divide the 8 ranks", "nearest: 2 or 4"]),
+        ({"parallel": {"ranks": 8, "dp_replicate": 16}}, ["dp_replicate 16", "nearest: 8"]),
+        ({"parallel": {"ranks": 8, "dp_replicate": 2, "dp_shard": 2}}, ["makes 4 ranks", "parallel.ranks is 8"]),
+        ({"train": {"global_batch_size": 7, "micro_batch_size": 7}, "parallel": {"dp_shard": 2}}, ["multiple of 2"]),
+    ],
+)
+def test_what_does_not_divide_is_refused_with_the_nearest_that_does(sections: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(LayoutError) as caught:
+        plan(**sections)
+    assert caught.value.exit_code == ExitCode.JOB
+    assert [word for word in words if word not in str(caught.value)] == []
+    assert "\n" not in str(caught.value)
+
+
+def test_ranks_that_run_already_must_be_those_of_the_job() -> None:
+    with pytest.raises(LayoutError, match=r"asks for 4 ranks and 2 are running.*parallel.ranks=2"):
+        plan(num_ranks=2, parallel={"ranks": 4})
+    with pytest.raises(LayoutError, match="16 ranks were asked for and there are 8 GPUs"):
+        plan(GPUS, parallel={"ranks": 16}, train={"global_batch_size": 16})
+
+
+def test_what_cannot_fit_is_refused_with_what_would() -> None:
+    with pytest.raises(LayoutError) as caught:
+        billions(8, dp_replicate=8)
+    assert "ddp needs" in str(caught.value)
+    assert "80" not in str(caught.value).partition("needs")[0]
+    assert "would fit" in str(caught.value)
+    with pytest.raises(LayoutError, match=r"use more ranks or a smaller model"):
+        billions(1)
+
+
+def test_activations_that_do_not_fit_are_named_as_the_largest_part() -> None:
+    with pytest.raises(LayoutError, match=r"largest part is activations.*micro_batch_size"):
+        plan(
+            Cluster("cuda", 1, 8 * GIB),
+            train={"global_batch_size": 4096},
+            data={"seq_len": 4096},
+            model={"dim": 256, "num_layers": 4},
+        )
+
+
+# The plan as data
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_json_comes_back_as_the_same_plan(ranks: int) -> None:
+    found = plan(parallel={"ranks": ranks})
+    text = json.dumps(found.to_json())
+    assert Plan.from_json(json.loads(text)) == found
+    assert json.dumps(Plan.from_json(json.loads(text)).to_json()) == text
+
+
+def test_a_users_own_module_is_planned_from_its_parameter_count() -> None:
+    shape = measured_shape("pkg:model", 3, Measured(1_000_000, 900_000, 200_000, 600_000))
+    found = make_plan(Job(), cluster=CORES, shape=shape, num_ranks=2)
+    assert found.flops_per_token is None
+    assert found.chosen.predicted_bytes["activations"] == 0
+    assert any("not predicted" in reason for reason in found.reasons)
+    assert Plan.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+def test_a_thousand_ranks_are_planned() -> None:
+    found = billions(1024, dp_shard=64)
+    assert found.layout == Layout(dp_replicate=16, dp_shard=64)
+    assert found.num_microbatches == 1
+
+
+def test_divisors_and_nearest() -> None:
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert nearest(5, divisors(12)) == "4 or 6"
+    assert nearest(1, [1]) == "none"
+
+
+def test_planning_does_not_import_torch() -> None:
+    code = (
+        "import sys; from phalanx.job.schema import Job; from phalanx.plan.planner import make_plan\n"
+        "from phalanx.plan.cluster import Cluster\n"
+        "job = Job.model_validate({'train': {'global_batch_size': 1024}})\n"
+        "make_plan(job, cluster=Cluster('cuda', 1024, 80 * 2**30), num_ranks=1024)\n"
+        "print([name for name in ('torch', 'numpy') if name in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert found.strip() == "[]"

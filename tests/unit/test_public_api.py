@@ -1,0 +1,78 @@
+"""The names of the library, and what importing them costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import phalanx
+
+NAMES = [
+    "Job",
+    "Layout",
+    "LogicalShard",
+    "Mesh",
+    "ParallelModel",
+    "PhalanxError",
+    "Plan",
+    "TrainState",
+    "Trainer",
+    "__version__",
+    "load_job",
+    "make_plan",
+    "open_mesh",
+    "parallelize",
+    "running_ranks",
+]
+
+
+def imported_by(statement: str) -> set[str]:
+    """Top-level modules in a fresh interpreter after `statement`."""
+    code = f"{statement}\nimport sys; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+
+
+def test_the_names_are_exactly_these() -> None:
+    assert sorted(phalanx.__all__) == NAMES
+    assert dir(phalanx) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_name_is_there_and_says_what_it_is(name: str) -> None:
+    found = getattr(phalanx, name)
+    assert name == "__version__" or (found.__name__ == name and found.__doc__)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="'phalanx' has no attribute 'trainer'"):
+        _ = phalanx.trainer
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    found = imported_by("import phalanx")
+    assert "phalanx" in found
+    assert found & {"torch", "numpy", "pydantic", "typer", "rich", "xxhash", "psutil"} == set()
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "plan.planner",
+        "job.load",
+        "job.foreign",
+        "launch.supervisor",
+        "report.page",
+        "observe.console",
+        "checkpoint.manifest",
+        "checkpoint.locks",
+        "data.corpus",
+    ],
+)
+def test_rooms_without_torch(module: str) -> None:
+    assert "torch" not in imported_by(f"import phalanx.{module}")
+
+
+def test_a_room_with_torch_would_be_seen() -> None:
+    assert "torch" in imported_by("import phalanx.mesh.logical")
