@@ -1,7 +1,6 @@
 """A data-parallel training loop written by hand, in one file: what `python -m phalanx.bench` measures phalanx against.
 
-Started with torchrun. Each rank writes OUT/rank-R.json: unix time at the end of every step, and its losses.
-"""
+Under torchrun, each rank writes OUT/rank-R.json: unix time at the end of every step, and its losses."""
 
 import argparse
 import contextlib
@@ -52,8 +51,8 @@ with torch.device("meta"):
     model = ModelWithLoss(Decoder(shape))
 for weight in model.to_empty(device="cpu").parameters():
     nn.init.normal_(weight, std=0.02) if weight.ndim >= 2 else nn.init.ones_(weight)
-named = list(model.named_parameters())
-keep, decay = ([w for n, w in named if (w.ndim >= 2 and "embed" not in n) == decays] for decays in (False, True))
+decay = [weight for name, weight in model.named_parameters() if weight.ndim >= 2 and "embed" not in name]
+keep = [weight for name, weight in model.named_parameters() if weight.ndim < 2 or "embed" in name]
 groups = [{"params": decay, "weight_decay": 0.1}, {"params": keep, "weight_decay": 0.0}]
 optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), fused=True)
 if not args.alone:
@@ -77,3 +76,4 @@ for _ in range(args.steps):
 Path(args.out, f"rank-{rank}.json").write_text(json.dumps({"ended_unix_s": ended_unix_s, "losses": losses}))
 if not args.alone:
     dist.destroy_process_group()
+os._exit(0)  # gloo's threads now and then abort a finished rank in the interpreter's teardown

@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch._dynamo  # FSDP2 imports it: here once, instead of half a second in every forked rank
 from torch import nn
 
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.nn.models.decoder import Decoder
+from phalanx.parallel.parallelize import transforms
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.planner import Plan, make_plan
+
+transforms()  # imported before forking, like torch._dynamo
 
 BATCH, SEQ_LEN, VOCAB = 12, 8, 37
 CPU = Cluster("cpu", 8, 64 * 2**30)

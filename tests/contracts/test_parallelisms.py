@@ -12,11 +12,12 @@ from models import LAYOUTS, decoder, global_batches, plan, share
 from phalanx.core.phases import Phases
 from phalanx.mesh.blocks import find_blocks
 from phalanx.mesh.logical import full_name
-from phalanx.mesh.mesh import open_mesh
+from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.objective import causal_cross_entropy
 from phalanx.parallel.model import ParallelModel
-from phalanx.parallel.parallelize import transforms
+from phalanx.parallel.parallelize import parallelize, transforms
 from phalanx.parallel.protocol import Order, Parallelism, Root, Workpiece
+from phalanx.plan.layout import Layout
 from phalanx.plan.planner import Plan
 from ranks import run_ranks
 
@@ -89,3 +90,20 @@ def test_applied_alone_it_keeps_names_and_shapes_and_trains(transform: Paralleli
     index = [type(t) for t in transforms()].index(type(transform))
     for found in run_ranks(2, apply_alone, index):
         assert [what for what, kept in found.items() if not kept] == []
+
+
+def count_block_forwards(rank: int) -> dict[str, int]:
+    found = {}
+    for recompute in ("none", "full"):
+        module = decoder(tied=True, dtype=torch.float32)
+        calls: list[int] = []
+        module.blocks[0].attention.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        model = parallelize(module, plan(1, recompute=recompute), Mesh(Layout(), 0, 0, torch.device("cpu")))
+        model.forward_backward(share(global_batches(1)[0], 0, 1, 1), causal_cross_entropy(16))
+        found[recompute] = len(calls)
+    return found
+
+
+def test_recompute_computes_each_block_twice() -> None:
+    """Parity alone would not see a recompute that does nothing."""
+    assert run_ranks(1, count_block_forwards) == [{"none": 1, "full": 2}]

@@ -176,7 +176,7 @@ def compare_adamw(rank: int, num_ranks: int, references: dict[Any, Trace]) -> di
     for layout in LAYOUTS[num_ranks]:
         a_plan = plan(num_ranks, **LAYOUTS[num_ranks][layout])
         with open_mesh(a_plan.layout, device="cpu") as mesh:
-            for dtype, tied in itertools.product(TOLERANCE, (True, False)):
+            for dtype, tied in ((torch.float64, True), (torch.float32, False)):
                 model = parallelize(decoder(tied=tied, dtype=dtype), a_plan, mesh)
                 optimizer = build_adamw(model.named_parameters(), ADAM)
                 batches, reference = global_batches(STEPS, documents=not tied), references["adamw", dtype, tied]

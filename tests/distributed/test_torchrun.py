@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from commands import TINY, Done, environment, finish, loss_curve, run, start, weights, write_text
 from test_bad_input import free_port, rank_environment
+
+from commands import TINY, Done, environment, finish, loss_curve, run, start, weights, write_text
 
 JOB = (*TINY, "data.source=text", "train.eval_tokens=512", "checkpoint.every_steps=10")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "phalanx")
@@ -56,6 +57,7 @@ def test_torchrun_needs_no_run_directory_and_changes_no_bit(reference: Reference
     assert not (run_dir / "lock").exists()
 
 
+@pytest.mark.long
 def test_a_run_is_resumed_under_torchrun(reference: Reference) -> None:
     copy = reference.interrupted("under torchrun")
     arguments = ["train", "--resume", copy.name]

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from phalanx.nn.objective import causal_cross_entropy
+
 
 class Bigram(nn.Module):
     """Token ids to logits of the next token."""
@@ -61,11 +63,11 @@ def squared_error(logits: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> tu
 _calls = 0
 
 
-def poisoned(logits: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """`squared_error`, except that rank 1 returns NaN at the steps POISON names ("3,4": one call is one step)."""
+def poisoned(outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross-entropy, except that rank 1 returns NaN at the steps POISON names ("3,4": one call is one step)."""
     global _calls
     _calls += 1
-    loss, count = squared_error(logits, batch)
+    loss, count = causal_cross_entropy(64)(outputs, batch)
     if os.environ["RANK"] == "1" and str(_calls) in os.environ["POISON"].split(","):
         loss = loss * float("nan")
     return loss, count

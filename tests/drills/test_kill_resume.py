@@ -13,10 +13,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from commands import TINY, Done, events, finish, lines_of, loss_curve, run, run_all, start, survivors, wait_until
-from commands import weights, write_text
 
-from phalanx.observe.events import RankFailed, RestartScheduled, RunFinished, StepFinished
+from commands import (
+    TINY,
+    Done,
+    events,
+    finish,
+    lines_of,
+    loss_curve,
+    run,
+    run_all,
+    start,
+    survivors,
+    wait_until,
+    weights,
+    write_text,
+)
+from phalanx.observe.events import RankFailed, RanksStarted, RestartScheduled
 
 STEPS, EVERY = 20, 5
 LAYOUTS = {"ddp": "parallel.dp_replicate=2", "zero3": "parallel.dp_shard=2"}
@@ -73,21 +86,9 @@ def draw_faults(seed: int, phases: tuple[str, ...]) -> list[str]:
         rank, step = draw.randrange(2), draw.randrange(2, STEPS)
         if phase in SAVE_PHASES:
             step = draw.randrange(EVERY, STEPS + 1, EVERY)
-        place = f"rank={rank},phase={phase}" if phase in ("ckpt_load", "startup") else f"rank={rank},step={step},phase={phase}"
-        faults.append(f"kill:{place}")
+        at = "" if phase in ("ckpt_load", "startup") else f"step={step},"
+        faults.append(f"kill:rank={rank},{at}phase={phase}")
     return faults
-
-
-def _struck(run_dir: Path) -> list[tuple[str, int]]:
-    return [(e.event.phase, e.event.failed_rank) for e in events_of_supervisor(run_dir, RankFailed)]
-
-
-def events_of_supervisor(run_dir: Path, kind: type) -> list:  # a rank's last line may be torn
-    from phalanx.observe.events import parse_line
-
-    lines = (run_dir / "events" / "supervisor.jsonl").read_text().splitlines()
-    found = [envelope for line in lines if (envelope := parse_line(line))]
-    return [envelope for envelope in found if isinstance(envelope.event, kind)]
 
 
 @pytest.mark.parametrize(
@@ -104,18 +105,25 @@ def test_killed_ranks_start_again(drill: Drill, layout: str, seed: int, phases: 
     done = drill.injured(layout, f"{layout} killed", faults, "resilience.max_restarts=10")
     assert done.code == 0, done.err
     run_dir = drill.folder / f"{layout} killed"
-    assert sorted(phase for phase, _ in _struck(run_dir)) == sorted(phases)
-    assert len(events_of_supervisor(run_dir, RestartScheduled)) == len(phases)
+    failures = events(run_dir, RankFailed)
+    struck = sorted(f"kill:rank={e.event.failed_rank},phase={e.event.phase}" for e in failures)
+    assert struck == sorted(re.sub(r"step=\d+,", "", fault) for fault in faults)
     assert len(os.listdir(run_dir / "faults")) == len(phases)
     assert len(re.findall(r"was killed by SIGKILL .*; starting again from step \d+ \(restart", done.out)) == len(phases)
     drill.require_same(layout, run_dir.name)
+    # Seen within a second, the ranks there again within ten: none of that is an import of torch.
+    assert max(e.event.detected_s for e in failures) < 1.0
+    restarts = [e for e in events(run_dir, RanksStarted) if e.attempt]
+    assert [e.attempt for e in events(run_dir, RestartScheduled)] == [e.attempt - 1 for e in restarts]
+    for failure, restart in zip(failures, restarts, strict=True):
+        assert restart.time_unix_s - failure.time_unix_s < 10.0
 
 
 @pytest.mark.parametrize(("layout", "seed"), [("zero3", 3)])
 def test_a_killed_run_is_continued_by_hand(drill: Drill, layout: str, seed: int) -> None:
     """No restarts: the run ends with exit 10 at each kill, and each time `--resume` takes it on."""
     name = f"{layout} by hand"
-    faults = draw_faults(seed, ("forward", "before_commit"))
+    faults = draw_faults(seed, ("before_commit",))
     done = drill.injured(layout, name, faults, "resilience.max_restarts=0")
     for _ in faults:
         assert done.code == 10, done.err
@@ -143,23 +151,6 @@ def test_a_killed_supervisor_takes_its_ranks_along(drill: Drill, whole_group: bo
     assert done.code == 0, done.err
     assert "continues at step 5 from step-5" in done.out or "continues at step 10" in done.out
     drill.require_same("ddp", name)
-
-
-def test_a_kill_is_seen_at_once_and_mended_quickly(drill: Drill) -> None:
-    """Seen within a second, training again within ten, of which nothing is the import of torch."""
-    done = drill.injured("ddp", "timed", ["kill:rank=1,step=12,phase=forward"])
-    assert done.code == 0, done.err
-    run_dir = drill.folder / "timed"
-    (failed,) = events_of_supervisor(run_dir, RankFailed)
-    assert (failed.event.failed_rank, failed.event.step, failed.event.phase) == (1, 12, "forward")
-    assert failed.event.detected_s < 1.0
-    (restart,) = events_of_supervisor(run_dir, RestartScheduled)
-    assert restart.event.from_step == 10
-    again = min(e.time_unix_s for e in events(run_dir, StepFinished) if e.attempt == 1)
-    assert again - failed.time_unix_s < 10.0
-    (ended,) = events_of_supervisor(run_dir, RunFinished)
-    assert (ended.event.status, ended.event.step) == ("finished", STEPS)
-    drill.require_same("ddp", "timed")
 
 
 @pytest.mark.long

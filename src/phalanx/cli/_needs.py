@@ -20,6 +20,16 @@ def wanted_sinks(job: Job) -> tuple[str, ...]:
     return ("tensorboard",) if importlib.util.find_spec("tensorboard") else ()
 
 
+def preload(job: Job) -> tuple[str, ...]:
+    """Modules that the ranks' server imports once, so that no rank spends a second on them."""
+    # torch._dynamo: building on the meta device and DDP both import it.
+    modules = ["torch", "torch._dynamo", "phalanx.cli._rank"]
+    for kind in wanted_sinks(job):
+        if not is_foreign(kind):
+            modules += resolve(kind, SINKS, "PRELOAD")
+    return tuple(modules)
+
+
 def check_needs(job: Job, device: str) -> None:
     """Raise EnvironmentProblem (exit 6) for a package or a compiler that the job needs and this machine lacks."""
     for kind in wanted_sinks(job):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx.checkpoint.manifest import newest_step
+from phalanx.cli._needs import preload
 from phalanx.cli._prepare import Prepared, announce, conclude, prepared_run, score_baselines
 from phalanx.core.errors import ExitCode, UsageError
 from phalanx.job.load import load_job, load_job_json
@@ -20,8 +21,6 @@ from phalanx.observe.bus import Bus
 from phalanx.observe.console import Console, open_console
 from phalanx.observe.events import RunFinished
 from phalanx.observe.tail import EventTail
-
-PRELOAD = ("torch", "phalanx.cli._rank")
 
 
 def train(job_file: str | None, overrides: Sequence[str], resume: str | None) -> int:
@@ -71,7 +70,7 @@ def _supervised(run: Prepared, began: float) -> int:
         payload=payload,
         num_ranks=run.plan.world_size,
         run_dir=run_dir,
-        preload=PRELOAD,
+        preload=preload(job),
         max_restarts=job.resilience.max_restarts,
         grace_s=job.resilience.grace_s,
     )

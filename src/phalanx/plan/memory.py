@@ -15,7 +15,7 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "loss", "co
 # glibc keeps freed blocks: 0.2 to 0.5 of the activations in the fp32 runs of docs/benchmarks.md. What CUDA's caching
 # allocator keeps is not counted: its statistics, which a plan is compared with, are in allocated bytes.
 CPU_ALLOCATOR_SHARE = 0.4
-CPU_LIBRARY_BYTES = 24 * 2**20  # what torch allocates for itself when it first trains
+CPU_LIBRARY_BYTES = 8 * 2**20  # what torch allocates for itself when it first trains
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.core.digest import digest
 from phalanx.core.phases import Listener
 from phalanx.core.registry import resolve
 
@@ -36,13 +37,13 @@ def parse_fault(text: str) -> Fault:
 
 def fault_listener(texts: Sequence[str], *, rank: int, run_dir: Path) -> Listener:
     """A phase listener that injects each fault once per run: restarts must not meet it again."""
-    faults = [(index, parse_fault(text)) for index, text in enumerate(texts)]
+    faults = [(_mark_name(texts, index), parse_fault(text)) for index, text in enumerate(texts)]
 
     def listen(step: int, phase: str) -> None:
-        for index, fault in list(faults):
+        for name, fault in list(faults):
             if fault.here(rank, step, phase):
-                faults.remove((index, fault))
-                mark = run_dir / "faults" / f"{index}-{fault.name.replace(':', '.')}.injected"
+                faults.remove((name, fault))
+                mark = run_dir / "faults" / name
                 mark.parent.mkdir(exist_ok=True)
                 try:
                     mark.touch(exist_ok=False)
@@ -51,3 +52,10 @@ def fault_listener(texts: Sequence[str], *, rank: int, run_dir: Path) -> Listene
                 fault.inject()
 
     return listen
+
+
+def _mark_name(texts: Sequence[str], index: int) -> str:
+    """By what a fault says, not by its place in the list: a run may be resumed with another list."""
+    text = texts[index]
+    nth = texts[:index].count(text)
+    return f"{parse_fault(text).name.replace(':', '.')[:64]}-{digest([text, nth])}.injected"

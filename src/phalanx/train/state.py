@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,8 +49,18 @@ class TrainState:
             "seed": self.seed,
         }
 
-    def save(self, run_dir: Path, *, job_digest: str, phases: Phases) -> tuple[Path, int]:
-        """Write RUN/checkpoints/step-N; returns (directory, bytes). Collective; raises CheckpointError."""
+    def save(
+        self,
+        run_dir: Path,
+        *,
+        job_digest: str,
+        phases: Phases,
+        before_commit: Callable[[], None] = lambda: None,
+    ) -> tuple[Path, int]:
+        """Write RUN/checkpoints/step-N; returns (directory, bytes). Collective; raises CheckpointError.
+
+        `before_commit` is called when every rank's part is written, before there is a checkpoint.
+        """
         return store.save(
             run_dir,
             self.step,
@@ -57,7 +69,7 @@ class TrainState:
             facts=self.facts(),
             job_digest=job_digest,
             mesh=self.model.mesh,
-            phases=phases,
+            phases=_Telling(phases, before_commit),
         )
 
     def restore(self, directory: Path, *, phases: Phases) -> None:
@@ -75,3 +87,15 @@ class TrainState:
         facts = store.load(directory, shards, mesh=self.model.mesh, phases=phases, require=require).facts
         self.step, self.tokens_seen = int(facts["step"]), int(facts["tokens_seen"])
         self.samples_seen = int(facts["samples_seen"])
+
+
+class _Telling(Phases):
+    """`phases`, with a call before the phase in which a save is committed."""
+
+    def __init__(self, phases: Phases, before_commit: Callable[[], None]) -> None:
+        self._phases, self._before_commit = phases, before_commit
+
+    def __call__(self, name: str, collective: str = "") -> AbstractContextManager[None]:
+        if name == "before_commit":
+            self._before_commit()
+        return self._phases(name, collective)

@@ -81,20 +81,20 @@ class Trainer:
         self._saved_step = state.step
         self._last_save_s = time.monotonic()
         self._retry_save_at: int | None = None
+        self._unrecorded: tuple[StepFacts, str | None] | None = None
+        self._recorded_s = time.perf_counter()
 
     def run(self) -> str:
         """Train until the last step or an agreed stop. Returns "finished", "sigterm" or "sigint"."""
         self.phases.take()
-        began = time.perf_counter()
+        self._recorded_s = time.perf_counter()
         while self.state.step < self.job.train.steps:
-            facts, skipped = self.step()
+            facts, _ = self._unrecorded = self.step()
             sigterm, sigint, save_due = (vote > 0 for vote in facts.votes)
             is_last = self.state.step == self.job.train.steps
             if self._save_is_due(save_due) or sigterm or sigint or (is_last and self.job.checkpoint.at_end):
                 self.save()
-            ended = time.perf_counter()
-            self._emit(facts, skipped, ended - began)
-            began = ended
+            self._record()
             if sigterm or sigint:
                 reason = "sigterm" if sigterm else "sigint"
                 self.bus.emit(StopRequested(self.state.step, reason))
@@ -136,7 +136,9 @@ class Trainer:
             return
         began = time.perf_counter()
         try:
-            path, num_bytes = self.state.save(self.run_dir, job_digest=self.plan.job_digest, phases=self.phases)
+            path, num_bytes = self.state.save(
+                self.run_dir, job_digest=self.plan.job_digest, phases=self.phases, before_commit=self._record
+            )
         except CheckpointError as error:
             self._retry_save_at = self.state.step + RETRY_SAVE_STEPS
             if self.mesh.rank == 0:
@@ -146,6 +148,19 @@ class Trainer:
         if self.mesh.rank == 0:
             name = str(path.relative_to(self.run_dir))
             self.bus.emit(CheckpointSaved(self.state.step, name, num_bytes, time.perf_counter() - began))
+
+    def _record(self) -> None:
+        """Emit the facts of the last step, once, with the seconds since the step before.
+
+        A save does it when all is written and before it commits: whoever continues from a checkpoint finds every step
+        up to it on record, at whatever moment this process was killed.
+        """
+        if self._unrecorded is None:
+            return
+        (facts, skipped), self._unrecorded = self._unrecorded, None
+        now = time.perf_counter()
+        self._emit(facts, skipped, now - self._recorded_s)
+        self._recorded_s = now
 
     def _emit(self, facts: StepFacts, skipped: str | None, step_s: float) -> None:
         phases_s = self.phases.take()

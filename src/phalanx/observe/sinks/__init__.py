@@ -1,1 +1,1 @@
-"""One file per sink; each offers `open_sink(run_dir) -> Sink` and the package it `REQUIRES`."""
+"""One file per sink; each offers `open_sink(run_dir) -> Sink` and says what it `REQUIRES` and may `PRELOAD`."""

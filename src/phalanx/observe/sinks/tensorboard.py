@@ -12,13 +12,15 @@ from phalanx.observe.bus import Sink
 from phalanx.observe.events import Envelope, EvalFinished, RunStarted, StepFinished, StepSkipped
 
 REQUIRES = "tensorboard"  # the package without which this sink cannot open; its extra has the sink's name
+WRITER, PROTO = "tensorboard.summary.writer.event_file_writer", "tensorboard.compat.proto.event_pb2"
+PRELOAD = (WRITER, PROTO)  # imported once before ranks are forked
 
 
 def open_sink(run_dir: Path) -> Sink:
     """A sink that writes below `run_dir`. Raises EnvironmentProblem if tensorboard is not installed."""
     needed_for = 'observe.sinks = ["tensorboard"]'
-    writers = require("tensorboard.summary.writer.event_file_writer", extra="tensorboard", needed_for=needed_for)
-    events = require("tensorboard.compat.proto.event_pb2", extra="tensorboard", needed_for=needed_for)
+    writers = require(WRITER, extra="tensorboard", needed_for=needed_for)
+    events = require(PROTO, extra="tensorboard", needed_for=needed_for)
     return TensorBoardSink(writers.EventFileWriter(str(run_dir / "tensorboard")), events)
 
 

@@ -1,0 +1,106 @@
+"""Every verb, on arrival: a line of help, an example that parses, and a `--help` that imports nothing heavy."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli import _app
+from phalanx.cli._arguments import split_arguments
+from phalanx.core.registry import names
+
+VERBS = names("phalanx.cli")
+SLACK = 3.0
+HEAVY = {"torch", "numpy", "pydantic", "rich", "psutil", "safetensors", "phalanx.job.schema"}
+ASK = """
+import sys, json, time
+began = time.perf_counter()
+from phalanx.__main__ import main
+sys.argv = ["phalanx", *sys.argv[1:]]
+try:
+    main()
+except SystemExit as stop:
+    code = stop.code
+took_s = time.perf_counter() - began
+print(json.dumps([code, took_s, sorted(sys.modules)]))
+"""
+
+
+def ask(*arguments: str) -> tuple[int, float, set[str], str]:
+    """(exit code, seconds, modules imported, output) of a command line in a fresh interpreter."""
+    done = subprocess.run([sys.executable, "-c", ASK, *arguments], capture_output=True, text=True, check=True)
+    out, _, last = done.stdout.rstrip().rpartition("\n")
+    code, took_s, modules = json.loads(last)
+    assert done.stderr == ""
+    return code, took_s, set(modules), out
+
+
+def test_help_is_quick_and_imports_nothing_heavy() -> None:
+    """0.3 s for the whole process, measured as the best of a few on a busy machine."""
+    code, _, modules, out = ask("--help")
+    assert code == 0
+    assert not HEAVY & modules
+    assert not [name for name in modules if name in {f"phalanx.cli.{verb}" for verb in VERBS}]
+    for verb in VERBS:
+        assert re.search(rf"^  {verb} +{re.escape(_app.help_line(verb)[:20])}", out, re.MULTILINE)
+
+    def wall_s() -> float:
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "phalanx", "--help"], capture_output=True, check=True)
+        return time.perf_counter() - began
+
+    assert min(wall_s() for _ in range(3)) < 0.3 * SLACK
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_verb_explains_itself(verb: str) -> None:
+    module = importlib.import_module(f"phalanx.cli.{verb}")
+    line = _app.help_line(verb)
+    assert re.fullmatch(r"[A-Z].*[.]", line), "the first line of its docstring is a sentence"
+    assert len(line) < 100
+    assert module.command.__doc__
+    code, _, modules, out = ask(verb, "--help")
+    assert code == 0
+    assert not {"torch", "numpy", "pydantic"} & modules
+    shown = " ".join(out.split())
+    assert module.EXAMPLE in shown
+    assert shown.index(module.EXAMPLE) > shown.index("--help")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_example_of_a_verb_is_one_of_it(verb: str) -> None:
+    """It begins with the verb, and its overrides are keys of a job."""
+    from phalanx.job.load import load_job
+
+    example = importlib.import_module(f"phalanx.cli.{verb}").EXAMPLE
+    words = shlex.split(example.removeprefix("Example: "))
+    assert words[:2] == ["phalanx", verb]
+    arguments = [word for word in words[2:] if not word.startswith("-")]
+    load_job(None, split_arguments(arguments)[1])
+
+
+@pytest.mark.parametrize("arguments", [["no-such-verb"], ["train", "--no-such-option"], ["report"]])
+def test_a_wrong_command_line_is_exit_2_and_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert _app.run(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.splitlines()) == 1
+    assert captured.err.startswith("phalanx: ")
+
+
+def test_a_misspelt_verb_is_corrected(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _app.run(["trian"]) == 2
+    assert 'did you mean "train"?' in capsys.readouterr().err
+
+
+def test_no_verb_is_promised_that_is_not_there() -> None:
+    for path in Path(_app.__file__).parent.glob("[a-z]*.py"):
+        assert path.stem in VERBS

@@ -1,0 +1,90 @@
+"""The command line's own manners: arguments, closed pipes, old runs' summaries."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from phalanx.checkpoint.locks import hold_run_lock
+from phalanx.cli._arguments import split_arguments
+from phalanx.cli._prepare import prepared_run
+from phalanx.cli._summary import summary_lines
+from phalanx.core.errors import DataError, RunLockedError, UsageError
+from phalanx.job.load import load_job
+from phalanx.observe.bus import Bus
+from phalanx.observe.events import BaselineMeasured, EvalFinished, TextGenerated
+
+PHALANX = [sys.executable, "-m", "phalanx"]
+
+
+def test_arguments_are_a_file_and_overrides_in_any_order() -> None:
+    assert split_arguments([]) == (None, [])
+    assert split_arguments(["a=1", "my job.toml", "b.c=x=y"]) == ("my job.toml", ["a=1", "b.c=x=y"])
+    assert split_arguments(["./x=1/job.toml"]) == ("./x=1/job.toml", [])
+    with pytest.raises(UsageError, match="one job file is enough"):
+        split_arguments(["a.toml", "b.toml"])
+    with pytest.raises(UsageError, match="has its own job"):
+        split_arguments(["a.toml"], allow_file=False)
+
+
+def test_a_sample_cannot_move_the_cursor(tmp_path: Path) -> None:
+    """What an untrained model says is any bytes; a terminal must not obey them."""
+    bus = Bus(rank=0, run_dir=tmp_path)
+    bus.emit(TextGenerated(5, "def ", "f():\n\tpass\x1b[2J\x07\r\x9b8m\nend"))
+    bus.emit(EvalFinished(5, 2.0, 100, 0.1))
+    bus.emit(BaselineMeasured("trigram", 1.5, 100, 0.1))
+    bus.close()
+    lines = "\n".join(summary_lines(tmp_path)).split("\n")
+    assert lines == [
+        "loss    held out, nats per token: model 2.000  trigram 1.500   (100 tokens)",
+        "        the model is 0.500 nats worse than the trigram",
+        "sample  def f():",
+        "            pass [2J    8m",
+        "        end",
+    ]
+
+
+def test_a_pipe_that_closes_early_is_no_error() -> None:
+    """`phalanx plan | head -1`."""
+    ours, theirs = os.pipe()
+    process = subprocess.Popen([*PHALANX, "plan"], stdout=theirs, stderr=subprocess.PIPE, text=True)
+    os.close(theirs)
+    os.close(ours)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+
+
+def test_the_loser_of_a_race_for_a_new_directory_leaves_the_winner_alone(tmp_path: Path) -> None:
+    """Both found no directory there; the second must not tidy up the first one's run."""
+    run_dir = tmp_path / "run"
+    job = load_job(None, [f"data.source={Path(__file__).parent}", "data.seq_len=32", "parallel.ranks=2"])
+    with prepared_run(job, run_dir, resume=False, num_ranks=None):
+        kept = sorted(path.name for path in run_dir.iterdir())
+        with pytest.raises(RunLockedError):
+            with prepared_run(job, run_dir, resume=False, num_ranks=None):
+                pass
+        assert sorted(path.name for path in run_dir.iterdir()) == kept
+    assert (run_dir / "job.json").exists()
+
+
+def test_a_live_job_is_named_before_anything_slow(tmp_path: Path) -> None:
+    """Also where the other one has not got further than its lock, and planning would import torch."""
+    job = load_job(None, ["model.kind=no_such_module:build"])
+    with hold_run_lock(tmp_path):
+        with pytest.raises(RunLockedError, match=f"process {os.getpid()} on"):
+            with prepared_run(job, tmp_path, resume=False, num_ranks=None):
+                pass
+
+
+def test_a_directory_that_was_there_stays(tmp_path: Path) -> None:
+    """With what the user had put into it."""
+    (tmp_path / "notes.txt").write_text("mine")
+    job = load_job(None, [f"data.source={tmp_path / 'nothing'}"])
+    with pytest.raises(DataError):
+        with prepared_run(job, tmp_path, resume=False, num_ranks=None):
+            pass
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
