@@ -86,7 +86,8 @@ def reference() -> str:
     lines += ["## Phases", "", "Where a fault can strike and what a step's seconds are charged to: "]
     lines += [", ".join(f"`{phase}`" for phase in PHASES) + ".", ""]
     lines += ["## Events", "", "One line of JSON each, in `RUN/events/`.", ""]
-    rows = [(f"`{kind}`", " ".join((cls.__doc__ or "").split("\n\n")[0].split()).replace("|", "or")) for kind, cls in EVENTS.items()]
+    first_paragraphs = {kind: (cls.__doc__ or "").split("\n\n")[0] for kind, cls in EVENTS.items()}
+    rows = [(f"`{kind}`", " ".join(text.split()).replace("|", "or")) for kind, text in first_paragraphs.items()]
     lines += table(("event", "fact"), rows)
     return "\n".join(lines).rstrip() + "\n"
 

@@ -1,2 +1,1 @@
-
 raise RuntimeError("this module does not import")

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import psutil
 import torch
 
+from phalanx.core.digest import stable_hash64
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import Phases
 from phalanx.job.schema import Job
@@ -105,6 +106,8 @@ class Trainer:
         """One optimizer update. Returns its facts, and why it was skipped if it was."""
         step = self.state.step + 1
         self.phases.step = step
+        # What a user's module draws (dropout) is a function of (seed, step, share of the batch): resuming repeats it.
+        torch.manual_seed(stable_hash64("step", self.state.seed, step, self.mesh.data_parallel_rank) % 2**63)
         with self.phases("data"):
             microbatches = self.data.step_microbatches(step)
         model, optimizer = self.state.model, self.state.optimizer
