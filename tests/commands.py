@@ -112,21 +112,38 @@ def write_text(folder: Path) -> Path:
     return folder
 
 
-@contextlib.contextmanager
-def lines_of(process: subprocess.Popen[str]) -> Iterator[Callable[[str], str]]:
-    """`wait_for(words)`: read the command's output up to a line with these words in it."""
-    seen: list[str] = []
+class Watched:
+    """A command whose output is read while it runs. (`communicate` would miss what was read ahead.)"""
 
-    def wait_for(words: str) -> str:
-        assert process.stdout is not None
-        for line in process.stdout:
-            seen.append(line)
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.seen: list[str] = []
+
+    def wait_for(self, words: str) -> str:
+        """Read the output up to a line with these words in it."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.seen.append(line)
             if words in line:
                 return line
-        raise AssertionError(f"{words!r} was never said:\n{''.join(seen)}\n{process.stderr and process.stderr.read()}")
+        done = self.finish()
+        raise AssertionError(f"{words!r} was never said:\n{done.out}\n{done.err}")
 
+    def finish(self) -> Done:
+        """Wait for the end; `out` is all that was said, `wall_s` what this call took."""
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        began = time.monotonic()
+        self.seen += self.process.stdout
+        err = self.process.stderr.read()
+        return Done(self.process.wait(), "".join(self.seen), err, time.monotonic() - began)
+
+
+@contextlib.contextmanager
+def watching(process: subprocess.Popen[str]) -> Iterator[Watched]:
+    """Watch a command; it is killed with its group if it outlives the block."""
     try:
-        yield wait_for
+        yield Watched(process)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

@@ -69,7 +69,7 @@ def test_a_verb_explains_itself(verb: str) -> None:
     assert module.command.__doc__
     code, _, modules, out = ask(verb, "--help")
     assert code == 0
-    assert not {"torch", "numpy", "pydantic"} & modules
+    assert not {"torch", "numpy", "phalanx.job.schema"} & modules  # typer itself brings pydantic
     shown = " ".join(out.split())
     assert module.EXAMPLE in shown
     assert shown.index(module.EXAMPLE) > shown.index("--help")

@@ -25,13 +25,13 @@ from commands import (
     environment,
     events,
     finish,
-    lines_of,
     loss_curve,
     run,
     run_all,
     snapshot,
     start,
     wait_until,
+    watching,
     weights,
     write_text,
 )
@@ -393,16 +393,15 @@ def test_ranks_that_differ(home: Home) -> None:
 def test_a_run_directory_in_use(home: Home) -> None:
     """The second job leaves within a second, naming the holder; the first never learns of it."""
     first = start("train", *TEXT, "train.steps=3000", "checkpoint.at_end=false", cwd=home.folder)
-    with lines_of(first) as wait_for:
-        wait_for("step 10/")
+    with watching(first) as watched:
+        watched.wait_for("step 10/")
         for arguments in (["train", *TEXT], ["train", "--resume", "run"]):
             second = run(*arguments, cwd=home.folder)
             assert second.code == 9, second.err
             assert f"in use by process {first.pid} on {socket.gethostname()}" in second.problem
             assert second.wall_s < 1.0 * SLACK
         first.send_signal(signal.SIGINT)
-        wait_for("run     run")
-        assert first.wait() == 130
+        assert watched.finish().code == 130
     assert not (home.folder / "run" / "lock").exists()
     curve = loss_curve(home.folder / "run")
     assert list(curve) == list(range(1, len(curve) + 1))
@@ -434,22 +433,26 @@ def test_a_damaged_checkpoint_is_refused_whole(finished: Path, tmp_path: Path, d
     else:
         del data[len(data) // 2 :]
     victim.write_bytes(data)
-    before = snapshot(folder / "run" / "checkpoints")
+    before = facts(folder / "run")
     done = run("train", "--resume", "run", "train.steps=12", cwd=folder)
     assert done.code == 5, done.err
     assert len(done.err.splitlines()) == 1, done.err
     assert str(victim.relative_to(folder)) in done.err
-    assert snapshot(folder / "run" / "checkpoints") == before
+    assert facts(folder / "run") == before
+
+
+def facts(run_dir: Path) -> dict[str, bytes]:
+    """What a run is and holds, without what its attempts said."""
+    kept = [path for folder in ("checkpoints", "data") for path in (run_dir / folder).rglob("*") if path.is_file()]
+    return {str(path): path.read_bytes() for path in (*kept, run_dir / "job.json", run_dir / "plan.json")}
 
 
 def test_a_run_that_is_done_has_nothing_to_resume(finished: Path) -> None:
-    before = snapshot(finished)
-    done = run("train", "--resume", "run", cwd=finished)
+    before, names = facts(finished / "run"), set(snapshot(finished))
+    done = run("train", "--resume", "run", "model.dim=64", cwd=finished)
     assert (done.code, done.err) == (0, "")
     assert "step 10 is done and saved; nothing to do" in done.out
-    after = snapshot(finished)
-    assert {name for name in before if before[name] != after.get(name)} <= {"run/job.json", "run/plan.json"}
-    assert set(after) == set(before)
+    assert (facts(finished / "run"), set(snapshot(finished))) == (before, names)
 
 
 def test_a_full_disk_does_not_stop_training(home: Home) -> None:

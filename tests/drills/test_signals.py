@@ -17,12 +17,12 @@ from commands import (
     TINY,
     environment,
     events,
-    lines_of,
     loss_curve,
     run,
     start,
     survivors,
     wait_until,
+    watching,
     weights,
     write_text,
 )
@@ -50,27 +50,17 @@ def _nothing_is_left(folder: Path) -> Iterator[None]:
     assert not list(folder.glob("*/lock"))
 
 
-def _stop(folder: Path, name: str, *numbers: signal.Signals, more: tuple[str, ...] = ()) -> tuple[int, str, float]:
-    """(exit code, output, seconds from the last signal to the end) of a run that gets signals after step 5."""
-    process = start("train", *JOB, f"run.dir={name}", *more, cwd=folder)
-    with lines_of(process) as wait_for:
-        wait_for("step 5/")
-        for index, number in enumerate(numbers):
-            if index:
-                wait_for("press Ctrl-C again to stop at once")
-            process.send_signal(number)
-            sent_s = time.monotonic()
-        out, err = process.communicate()
-        return process.returncode, out + err, time.monotonic() - sent_s
-
-
 def test_sigterm_saves_and_the_resumed_run_is_the_same(folder: Path) -> None:
-    code, said, _ = _stop(folder, "preempted", signal.SIGTERM)
-    assert code == 75, said
+    process = start("train", *JOB, "run.dir=preempted", cwd=folder)
+    with watching(process) as watched:
+        watched.wait_for("step 5/")
+        process.send_signal(signal.SIGTERM)
+        stopped = watched.finish()
+    assert stopped.code == 75, stopped.err
     run_dir = folder / "preempted"
     (step,) = {e.event.step for e in events(run_dir, StopRequested)}
     assert [e.event.step for e in events(run_dir, CheckpointSaved)] == [step]
-    assert f"resume  phalanx train --resume preempted   (newest checkpoint: step-{step})" in said
+    assert f"resume  phalanx train --resume preempted   (newest checkpoint: step-{step})" in stopped.out
     (ended,) = (e.event for e in events(run_dir, RunFinished))
     assert (ended.status, ended.exit_code, ended.step) == ("preempted", 75, step)
     done = run("train", "--resume", "preempted", cwd=folder)
@@ -83,14 +73,14 @@ def test_sigterm_saves_and_the_resumed_run_is_the_same(folder: Path) -> None:
 def test_ctrl_c_saves_and_says_how_to_continue(folder: Path) -> None:
     """The whole foreground group gets it, as from a terminal; checkpoints by the clock were written meanwhile."""
     process = start("train", *JOB, "run.dir=interrupted", "checkpoint.every_minutes=0.0001", cwd=folder)
-    with lines_of(process) as wait_for:
-        wait_for("saved checkpoint of step")
-        wait_for("saved checkpoint of step")
+    with watching(process) as watched:
+        watched.wait_for("saved checkpoint of step")
+        watched.wait_for("saved checkpoint of step")
         os.killpg(process.pid, signal.SIGINT)
-        wait_for("stopping after this step and saving; press Ctrl-C again to stop at once")
-        resume = wait_for("resume  phalanx train --resume interrupted")
-        out, err = process.communicate()
-    assert process.returncode == 130, err
+        watched.wait_for("stopping after this step and saving; press Ctrl-C again to stop at once")
+        resume = watched.wait_for("resume  phalanx train --resume interrupted")
+        done = watched.finish()
+    assert done.code == 130, done.err
     run_dir = folder / "interrupted"
     (step,) = {e.event.step for e in events(run_dir, StopRequested)}
     assert f"step-{step})" in resume
@@ -98,25 +88,24 @@ def test_ctrl_c_saves_and_says_how_to_continue(folder: Path) -> None:
     assert len(saved) >= 3
     assert saved[-1] == step
     weights(run_dir)
-    assert out.splitlines()[-1] == "run     interrupted"
+    assert done.out.splitlines()[-1] == "run     interrupted"
 
 
 def test_ctrl_c_twice_is_at_once(folder: Path) -> None:
     """A model that takes its time in its forward does not keep anybody waiting."""
     shutil.copy(Path(__file__).parents[1] / "distributed" / "user_code.py", folder)
     process = start("train", *JOB, "run.dir=twice", "model.kind=user_code:slow", cwd=folder)
-    with lines_of(process) as wait_for:
-        wait_for("2 ranks on cpu")
+    with watching(process) as watched:
+        watched.wait_for("2 ranks on cpu")
         wait_until((folder / "slow").exists)
         os.killpg(process.pid, signal.SIGINT)
-        wait_for("press Ctrl-C again to stop at once")
+        watched.wait_for("press Ctrl-C again to stop at once")
         os.killpg(process.pid, signal.SIGINT)
-        sent_s = time.monotonic()
-        _, err = process.communicate()
-        assert time.monotonic() - sent_s < 2.0 * SLACK
-    assert process.returncode == 130
-    assert "stopped at once by Ctrl-C; the last checkpoint stands" in err
-    assert "Traceback" not in err
+        done = watched.finish()
+        assert done.wall_s < 2.0 * SLACK
+    assert done.code == 130
+    assert "stopped at once by Ctrl-C; the last checkpoint stands" in done.err
+    assert "Traceback" not in done.err
 
 
 def test_steps_that_are_not_a_number_are_skipped_by_all_ranks(folder: Path) -> None:
@@ -151,17 +140,17 @@ def test_steps_that_are_not_a_number_are_skipped_by_all_ranks(folder: Path) -> N
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("after_s", [0.0, 0.3, 1.0, 1.5, 2.0, 2.5])
+@pytest.mark.parametrize("after_s", [0.0, 0.3, 1.0, 1.5, 2.0, 2.5, 3.5])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_at_any_moment_of_the_start(folder: Path, after_s: float, number: signal.Signals) -> None:
     """Whether or not the ranks have started: the agreed exit code, no traceback, nothing left."""
     name = f"early {number.name} {after_s}"
     process = start("train", *JOB, f"run.dir={name}", cwd=folder)
-    with lines_of(process) as wait_for:
-        wait_for("run     ")
+    with watching(process) as watched:
+        watched.wait_for("run     ")
         deadline = time.monotonic() + after_s
         wait_until(lambda: time.monotonic() >= deadline)
         os.killpg(process.pid, number)
-        _, err = process.communicate()
-    assert process.returncode == (75 if number == signal.SIGTERM else 130), err
-    assert "Traceback" not in err
+        done = watched.finish()
+    assert done.code == (75 if number == signal.SIGTERM else 130), done.err
+    assert "Traceback" not in done.err

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from commands import TINY, write_text
 from phalanx.checkpoint.locks import hold_run_lock
 from phalanx.cli._arguments import split_arguments
 from phalanx.cli._prepare import prepared_run
 from phalanx.cli._summary import summary_lines
-from phalanx.core.errors import DataError, RunLockedError, UsageError
+from phalanx.core.errors import DataError, ResourceError, RunLockedError, UsageError
 from phalanx.job.load import load_job
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import BaselineMeasured, EvalFinished, TextGenerated
@@ -27,6 +28,8 @@ def test_arguments_are_a_file_and_overrides_in_any_order() -> None:
     assert split_arguments(["./x=1/job.toml"]) == ("./x=1/job.toml", [])
     with pytest.raises(UsageError, match="one job file is enough"):
         split_arguments(["a.toml", "b.toml"])
+    with pytest.raises(UsageError, match=r"an override is train\.steps=VALUE"):
+        split_arguments(["train.steps"])
     with pytest.raises(UsageError, match="has its own job"):
         split_arguments(["a.toml"], allow_file=False)
 
@@ -43,7 +46,7 @@ def test_a_sample_cannot_move_the_cursor(tmp_path: Path) -> None:
         "loss    held out, nats per token: model 2.000  trigram 1.500   (100 tokens)",
         "        the model is 0.500 nats worse than the trigram",
         "sample  def f():",
-        "            pass [2J    8m",
+        "            pass [2J   8m",
         "        end",
     ]
 
@@ -56,6 +59,37 @@ def test_a_pipe_that_closes_early_is_no_error() -> None:
     os.close(ours)
     _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "")
+
+
+@pytest.mark.parametrize("where", ["closed", "full"])
+def test_training_goes_on_where_nothing_can_be_printed(tmp_path: Path, where: str) -> None:
+    """`phalanx train >&-`, `phalanx train > /dev/full`: the run is what counts."""
+    text = write_text(tmp_path / "text")
+    arguments = ["train", *TINY, f"data.source={text}", "parallel.ranks=1", "run.dir=run", "train.steps=5"]
+    redirect = {"closed": "<&- >&- 2>&-", "full": "> /dev/full"}[where]
+    command = ["sh", "-c", f'exec "$@" {redirect}', "sh", *PHALANX, *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (tmp_path / "run" / "checkpoints" / "step-5" / "manifest.json").exists()
+
+
+def test_a_refused_resume_leaves_the_facts_of_the_run(tmp_path: Path) -> None:
+    """What was asked for in vain is not what the run is."""
+    text = write_text(tmp_path / "text")
+    run_dir = tmp_path / "run"
+    job = [*TINY, f"data.source={text}", "parallel.ranks=2"]
+    with prepared_run(load_job(None, job), run_dir, resume=False, num_ranks=None):
+        pass
+    before = {name: (run_dir / name).read_bytes() for name in ("job.json", "plan.json")}
+    with prepared_run(load_job(None, [*job, "model.dim=64"]), run_dir, resume=True, num_ranks=None):
+        assert (run_dir / "job.json").read_bytes() != before["job.json"]  # and then the ranks refuse it
+    assert {name: (run_dir / name).read_bytes() for name in before} == before
+
+
+def test_a_name_that_no_file_system_takes(tmp_path: Path) -> None:
+    with pytest.raises(ResourceError, match="File name too long"):
+        with prepared_run(load_job(None), tmp_path / ("x" * 300), resume=False, num_ranks=None):
+            pass
 
 
 def test_the_loser_of_a_race_for_a_new_directory_leaves_the_winner_alone(tmp_path: Path) -> None:

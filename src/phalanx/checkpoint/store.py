@@ -55,8 +55,11 @@ def save(
     job_digest: str,
     mesh: Mesh,
     phases: Phases,
+    before_commit: Callable[[], None] = lambda: None,
 ) -> tuple[Path, int]:
     """Write RUN/checkpoints/step-N. Returns (directory, bytes). Collective.
+
+    `before_commit` is called when every rank's part is written, before there is a checkpoint.
 
     Files are written and synced in a hidden directory, the manifest last; one rename makes it a checkpoint. If any
     rank fails, every rank raises CheckpointError and nothing is left but the checkpoints that were there before.
@@ -66,7 +69,7 @@ def save(
     with phases("ckpt_stage"):
         with _agreed(mesh, final, "preparing a checkpoint"):
             if mesh.rank == 0:
-                shutil.rmtree(partial, ignore_errors=True)
+                clean_up(run_dir)
                 partial.mkdir(parents=True)
     try:
         with phases("ckpt_write"):
@@ -74,6 +77,7 @@ def save(
                 outcome["mine"] = _write_mine(partial, shards, mesh.rank)
             written = outcome["all"]
         manifest = _assemble(step, job_digest, mesh, facts, aliases, shards, written)
+        before_commit()
         with phases("before_commit"):
             with _agreed(mesh, final, "committing a checkpoint"):
                 if mesh.rank == 0:
@@ -84,6 +88,21 @@ def save(
         raise
     with phases("after_commit"):
         return final, manifest.num_bytes
+
+
+def clean_up(run_dir: Path) -> None:
+    """What a killed save left: half-written directories go, a checkpoint caught while it was replaced comes back.
+
+    For the one process that holds the run directory's lock.
+    """
+    for left in (run_dir / "checkpoints").glob(".step-*.partial"):
+        shutil.rmtree(left, ignore_errors=True)
+    for left in (run_dir / "checkpoints").glob(".step-*.replaced"):
+        whole = left.with_name(left.name.removeprefix(".").removesuffix(".replaced"))
+        if not whole.exists():
+            os.rename(left, whole)
+        else:
+            shutil.rmtree(left, ignore_errors=True)
 
 
 @contextmanager

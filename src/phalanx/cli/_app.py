@@ -13,6 +13,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from phalanx.cli._output import open_closed_streams, silence
 from phalanx.core.errors import ExitCode, JobError, PhalanxError, did_you_mean
 from phalanx.core.registry import names
 
@@ -20,6 +21,10 @@ PACKAGE = "phalanx.cli"
 TRY = "Try it: phalanx train (a small decoder on this interpreter's own source text, two ranks or more)"
 # typer exports only a leaf of its exceptions: BadParameter < UsageError < ClickException
 UsageMistake, AnyMistake = typer.BadParameter.__mro__[1:3]
+
+
+class NobodyReadsError(Exception):
+    """Whoever read our standard output has gone."""
 
 
 class Verbs(TyperGroup):
@@ -35,6 +40,14 @@ class Verbs(TyperGroup):
         app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
         app.command(name=name, epilog=getattr(module, "EXAMPLE", None))(module.command)
         return typer.main.get_command(app)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
+        except BrokenPipeError as error:
+            raise NobodyReadsError from error  # typer ends with exit code 1 on a broken pipe
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] not in names(PACKAGE):
@@ -86,6 +99,7 @@ def build() -> Any:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line; returns the exit code. User errors are printed without a traceback."""
+    open_closed_streams()
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # package.module:factory is found beside where you stand
     try:
@@ -98,8 +112,8 @@ def run(arguments: Sequence[str]) -> int:
         return ExitCode.INTERRUPTED
     except typer.Exit as stop:
         return stop.exit_code
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads; be quiet at exit, too
+    except (BrokenPipeError, NobodyReadsError):
+        silence(sys.stdout)
         return ExitCode.OK
     except AnyMistake as mistake:
         if type(mistake).__name__ == "NoArgsIsHelpError":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 
 from phalanx.core.errors import UsageError
 
+_KEY = re.compile(r"[A-Za-z_]+\.(?!toml$)[A-Za-z_]+")
 _OVERRIDE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*=")
 
 
@@ -16,6 +18,9 @@ def split_arguments(arguments: Sequence[str], *, allow_file: bool = True) -> tup
     overrides = [argument for argument in arguments if _OVERRIDE.match(argument)]
     if files and not allow_file:
         raise UsageError(f"{files[0]!r}: a resumed run has its own job", fix="give only key=value")
+    for word in files:
+        if _KEY.fullmatch(word) and not os.path.exists(word):
+            raise UsageError(f"{word!r}: neither a job file nor an override", fix=f"an override is {word}=VALUE")
     if len(files) > 1:
         raise UsageError(f"{files[1]!r}: one job file is enough", fix="overrides are written section.key=value")
     return (files[0] if files else None), overrides

@@ -5,17 +5,22 @@ Rank 0 prepares the run directory and tells the others what it decided, or why i
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
+import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from phalanx.checkpoint.manifest import newest_step
-from phalanx.cli._prepare import announce, conclude, prepared_run, score_baselines
+from phalanx.cli._prepare import Prepared, announce, conclude, prepared_run, score_baselines
 from phalanx.cli._rank import RankRun, run_rank
-from phalanx.core.errors import ExitCode, PhalanxError
+from phalanx.cli._run import is_finished
+from phalanx.core.errors import EnvironmentProblem, ExitCode, PhalanxError
 from phalanx.job.schema import Job
 from phalanx.launch.paths import next_attempt
 from phalanx.launch.rank_env import RankEnv
@@ -27,63 +32,95 @@ from phalanx.observe.events import RunFinished
 from phalanx.plan.planner import Plan
 
 PREPARE_TIMEOUT_S = 600.0
+READ_TIMEOUT_S = 20.0
 STATUS = {ExitCode.OK: "finished", ExitCode.PREEMPTED: "preempted", ExitCode.INTERRUPTED: "interrupted"}
 
 
 def train_as_rank(job: Job, run_dir: Path, ranks: RankEnv, *, resume: bool) -> int:
-    """Returns this rank's exit code. Rank 0 speaks for all."""
+    """Returns this rank's exit code. Rank 0 speaks for all.
+
+    A launcher that starts failed ranks again (torchrun --max-restarts) continues the run in `run.dir`.
+    """
     began_unix_s = time.time()
     store = open_store() if ranks.world_size > 1 else None
-    if ranks.rank == 0:
-        return _lead(job, run_dir, ranks, store, began_unix_s, resume=resume)
-    return _follow(job, ranks, store, began_unix_s)
-
-
-def _lead(job: Job, run_dir: Path, ranks: RankEnv, store: Any, began_unix_s: float, *, resume: bool) -> int:
-    told = False
-
-    def tell_others(decision: dict[str, Any]) -> None:
-        nonlocal told
-        if store is not None and not told:
-            store.set("decision", json.dumps(decision))
-        told = True
-
+    if ranks.rank != 0:
+        return _follow(job, ranks, store, began_unix_s)
+    resume = resume or (ranks.attempt > 0 and (run_dir / "job.json").exists())
+    decision = _Decision(store, ranks.world_size)
     try:
         with prepared_run(job, run_dir, resume=resume, num_ranks=ranks.world_size) as prepared:
-            attempt = next_attempt(run_dir)
             announce(prepared)
-            decision = {"run_dir": str(run_dir), "plan": prepared.plan.to_json(), "attempt": attempt}
-            if newest_step(run_dir) >= job.train.steps:
-                tell_others({"error": "finished", "exit_code": 0})
+            if resume and is_finished(run_dir, job.train.steps):
                 print(f"run     {run_dir}: step {job.train.steps} is done and saved; nothing to do")
+                decision.tell({"error": "finished", "exit_code": int(ExitCode.OK)})
                 return ExitCode.OK
-            tell_others(decision)
-            console = open_console(sys.stdout, total_steps=job.train.steps, log_every=job.observe.log_every)
-            run = RankRun(job, prepared.plan, run_dir, 0, attempt, began_unix_s)
-            code = ExitCode(run_rank(run, sinks=[("console", console)], store=store))
-            bus = Bus(rank=-1, attempt=attempt, run_dir=run_dir)
-            if code == ExitCode.OK:
-                score_baselines(prepared, bus)
-            status = STATUS.get(code, "failed")
-            bus.emit(RunFinished(status, code, newest_step(run_dir), time.time() - began_unix_s))
-            bus.close()
-            return conclude(prepared, Outcome(code, status, "", 1))
+            attempt = next_attempt(run_dir)
+            decision.tell({"run_dir": str(run_dir), "plan": prepared.plan.to_json(), "attempt": attempt})
+            return _lead(prepared, RankRun(job, prepared.plan, run_dir, 0, attempt, began_unix_s), store)
     except PhalanxError as error:
-        tell_others({"error": str(error), "exit_code": int(error.exit_code)})
+        decision.tell({"error": str(error), "exit_code": int(error.exit_code)})
         raise
     except BaseException as error:
-        tell_others({"error": repr(error), "exit_code": int(ExitCode.INTERNAL)})
+        decision.tell({"error": repr(error), "exit_code": int(ExitCode.INTERNAL)})
         raise
+
+
+class _Decision:
+    """What rank 0 decided, told once."""
+
+    def __init__(self, store: Any, world_size: int) -> None:
+        self._store, self._world_size = store, world_size
+        self._told = store is None
+
+    def tell(self, decision: dict[str, Any]) -> None:
+        """Where ranks end here, wait until each has read why: rank 0 may hold the store they read from."""
+        if self._told:
+            return
+        self._told = True
+        self._store.set("decision", json.dumps(decision))
+        if "error" in decision:
+            keys = [f"read/{rank}" for rank in range(1, self._world_size)]
+            with contextlib.suppress(dist.DistError):
+                self._store.wait(keys, datetime.timedelta(seconds=READ_TIMEOUT_S))
+
+
+def _lead(prepared: Prepared, run: RankRun, store: Any) -> int:
+    """Train as rank 0, then say what came out, also when it failed."""
+    console = open_console(sys.stdout, total_steps=run.job.train.steps, log_every=run.job.observe.log_every)
+    bus = Bus(rank=-1, attempt=run.attempt, run_dir=run.run_dir)
+    code = ExitCode.INTERNAL
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        code = ExitCode(run_rank(run, sinks=[("console", console)], store=store))
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if code == ExitCode.OK:
+            score_baselines(prepared, bus)
+    except PhalanxError as error:
+        code = error.exit_code
+        raise
+    finally:
+        status = STATUS.get(code, "failed")
+        bus.emit(RunFinished(status, code, newest_step(run.run_dir), time.time() - run.started_unix_s))
+        bus.close()
+        conclude(prepared, Outcome(code, status, "", 1))
+    return code
 
 
 def _follow(job: Job, ranks: RankEnv, store: Any, began_unix_s: float) -> int:
     store.set_timeout(datetime.timedelta(seconds=PREPARE_TIMEOUT_S))
-    decision = json.loads(store.get("decision"))
+    try:
+        decision = json.loads(store.get("decision"))
+        store.set(f"read/{ranks.rank}", "1")
+    except dist.DistError as error:
+        reason = str(error).splitlines()[0]
+        raise EnvironmentProblem("rank 0 is gone, or prepares for too long", why=reason) from None
     if "error" in decision:  # rank 0 has said it
         return int(decision["exit_code"])
     plan, run_dir = Plan.from_json(decision["plan"]), Path(decision["run_dir"])
     try:
         return run_rank(RankRun(job, plan, run_dir, ranks.rank, int(decision["attempt"]), began_unix_s), store=store)
     except PhalanxError as error:
-        print(f"rank {ranks.rank}: {error}", file=sys.stderr) if ranks.local_rank == 0 else None
+        if ranks.local_rank == 0:  # another node: rank 0's words are not on this terminal
+            print(f"phalanx: rank {ranks.rank}: {error}", file=sys.stderr)
         return error.exit_code

@@ -8,18 +8,23 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from phalanx.checkpoint.locks import LOCK_NAME, hold_run_lock
 from phalanx.checkpoint.manifest import list_checkpoints
 from phalanx.cli._baselines import score
 from phalanx.cli._needs import check_needs
+from phalanx.cli._output import say
 from phalanx.cli._summary import summary_lines
 from phalanx.core.errors import ResourceError, UsageError
-from phalanx.core.files import open_run_directory, resource_error, write_json_atomic
+from phalanx.core.files import open_run_directory, resource_error, write_bytes_atomic, write_json_atomic
 from phalanx.data.corpus import Corpus, prepare_corpus
 from phalanx.job.schema import Job
+from phalanx.launch.paths import next_attempt
 from phalanx.launch.supervisor import Outcome
 from phalanx.observe.bus import Bus
+from phalanx.observe.events import RunStarted
+from phalanx.observe.tail import EventTail
 from phalanx.plan.cluster import detect_cluster
 from phalanx.plan.planner import Plan, describe, foreign_shape, make_plan
 from phalanx.report.page import write_report
@@ -57,21 +62,41 @@ def prepared_run(job: Job, run_dir: Path, *, resume: bool, num_ranks: int | None
         plan = make_plan(job, cluster=cluster, vocab_size=vocab_size, num_ranks=num_ranks, shape=shape)
         if not resume:
             open_run_directory(run_dir, needed_bytes=plan.num_params * CHECKPOINT_BYTES_PER_PARAM)
-        try:
-            write_json_atomic(run_dir / "job.json", job.to_json())
-            write_json_atomic(run_dir / "plan.json", plan.to_json())
-        except OSError as error:
-            raise resource_error(error, "writing the run's facts", run_dir) from None
-        keep()
-        yield Prepared(job, plan, corpus, run_dir)
+        with _facts_written(run_dir, {"job.json": job.to_json(), "plan.json": plan.to_json()}):
+            keep()
+            yield Prepared(job, plan, corpus, run_dir)
+
+
+@contextlib.contextmanager
+def _facts_written(run_dir: Path, facts: dict[str, Any]) -> Iterator[None]:
+    """Write the facts of a run. Those of an old one return if the body starts no training: it was refused after all."""
+    paths = [run_dir / name for name in facts]
+    old = {path: path.read_bytes() for path in paths if path.exists()}
+    attempt = next_attempt(run_dir)
+    try:
+        for path, value in zip(paths, facts.values(), strict=True):
+            write_json_atomic(path, value)
+    except OSError as error:
+        raise resource_error(error, "writing the run's facts", run_dir) from None
+    try:
+        yield
+    finally:
+        if old and not any(isinstance(e.event, RunStarted) for e in EventTail(run_dir, attempt).poll()):
+            with contextlib.suppress(OSError):
+                for path, data in old.items():
+                    write_bytes_atomic(path, data)
 
 
 def _refuse_a_run_that_is_there(run_dir: Path, resume: bool) -> None:
     """At once, before anything slow: another live job's (exit 9), or an old one that is not to be resumed."""
-    if (run_dir / LOCK_NAME).exists():
+    try:
+        is_locked, is_run = (run_dir / LOCK_NAME).exists(), (run_dir / "job.json").exists()
+    except OSError as error:  # a name that no file system takes
+        raise resource_error(error, "opening the run directory", run_dir) from None
+    if is_locked:
         with contextlib.suppress(ResourceError), hold_run_lock(run_dir):
             pass
-    if not resume and (run_dir / "job.json").exists():
+    if not resume and is_run:
         raise UsageError("a run is there already", where=str(run_dir), fix=f"use --resume {run_dir} or another run.dir")
 
 
@@ -98,16 +123,13 @@ def _new_run_directory(run_dir: Path) -> Iterator[Callable[[], None]]:
 
 def announce(run: Prepared) -> None:
     """What is about to happen, before it does."""
-    print(f"run     {run.run_dir}")
     train, held = (run.corpus.splits[name] for name in ("train", "held_out"))
     skipped = f", {run.corpus.num_skipped_files} binary files skipped" if run.corpus.num_skipped_files else ""
-    print(
+    data = (
         f"data    {run.corpus.source}: {train.num_tokens:,} training tokens in {train.num_documents:,} documents, "
         f"{held.num_tokens:,} held out in {held.num_documents:,}{skipped}"
     )
-    for line in describe(run.plan):
-        print(line)
-    sys.stdout.flush()
+    say(f"run     {run.run_dir}", data, *describe(run.plan))
 
 
 def score_baselines(run: Prepared, bus: Bus) -> None:
@@ -122,13 +144,11 @@ def conclude(run: Prepared, outcome: Outcome) -> int:
     with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
         write_report(run.run_dir)
     if outcome.status == "finished":
-        for line in summary_lines(run.run_dir):
-            print(line)
+        say(*summary_lines(run.run_dir))
     elif outcome.message:
         print(outcome.message, file=sys.stderr)
     saved = list_checkpoints(run.run_dir)
     if outcome.status != "finished" and saved:
-        print(f"resume  phalanx train --resume {run.run_dir}   (newest checkpoint: {saved[-1].name})")
-    print(f"report  {run.run_dir / 'report.html'}")
-    print(f"run     {run.run_dir}")
+        say(f"resume  phalanx train --resume {run.run_dir}   (newest checkpoint: {saved[-1].name})")
+    say(f"report  {run.run_dir / 'report.html'}", f"run     {run.run_dir}")
     return outcome.exit_code

@@ -16,8 +16,9 @@ import torch
 
 import phalanx
 from phalanx.checkpoint.manifest import list_checkpoints
+from phalanx.checkpoint.store import clean_up
 from phalanx.cli._needs import SINKS, wanted_sinks
-from phalanx.core.errors import ExitCode
+from phalanx.core.errors import CheckpointError, ExitCode
 from phalanx.core.phases import BlackBox, Phases
 from phalanx.core.registry import resolve
 from phalanx.data.corpus import Corpus, load_corpus
@@ -33,7 +34,7 @@ from phalanx.optim.adamw import build_adamw
 from phalanx.parallel.parallelize import parallelize, transforms
 from phalanx.plan.planner import Plan
 from phalanx.resilience.fault import fault_listener
-from phalanx.resilience.guards import NonFiniteGuard, NoTargetsGuard
+from phalanx.resilience.guards import NonFiniteGuard
 from phalanx.train.generate import generate
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.state import TrainState
@@ -106,9 +107,10 @@ def _train(run: RankRun, bus: Bus, phases: Phases, meter: MemoryMeter, stop: Sto
         )
         meter.start(mesh.device)
         state = build_state(job, plan, mesh, phases)
-        checkpoints = list_checkpoints(run_dir)
-        if checkpoints:
-            state.restore(checkpoints[-1], phases=phases)
+        restored = newest_checkpoint(run_dir, mesh)
+        if restored is not None:
+            state.restore(restored, phases=phases)
+            _require_same_batches(job, state, restored)
         with _train_batches(job, plan, mesh, corpus) as data:
             trainer = Trainer(
                 job,
@@ -118,12 +120,12 @@ def _train(run: RankRun, bus: Bus, phases: Phases, meter: MemoryMeter, stop: Sto
                 bus,
                 data=data,
                 objective=build_objective(job),
-                guards=(NoTargetsGuard(), NonFiniteGuard(job.resilience.max_skipped_steps)),
+                guards=(NonFiniteGuard(job.resilience.max_skipped_steps),),
                 stop=stop,
                 run_dir=run_dir,
             )
             if mesh.rank == 0:
-                bus.emit(_run_started(job, plan, mesh, state, checkpoints, run.started_unix_s))
+                bus.emit(_run_started(job, plan, mesh, state, restored, run.started_unix_s))
             phases.leave("startup")
             ended = trainer.run()
         bus.emit(meter.measure(state.shards(), state.model, plan.chosen.predicted_bytes))
@@ -138,6 +140,27 @@ def build_state(job: Job, plan: Plan, mesh: Mesh, phases: Phases) -> TrainState:
     module = build_model(job, plan.model_shape)
     model = parallelize(module, plan, mesh, phases=phases, seed=job.run.seed)
     return TrainState(model, build_adamw(model.named_parameters(), job.optim), job.run.seed)
+
+
+def newest_checkpoint(run_dir: Path, mesh: Mesh) -> Path | None:
+    """Rank 0's newest checkpoint, for all ranks: a shared file system may show each of them another list."""
+    found = None
+    if mesh.rank == 0:
+        clean_up(run_dir)
+        found = next((path.name for path in reversed(list_checkpoints(run_dir))), None)
+    name = mesh.gather_json(found)[0]
+    return run_dir / "checkpoints" / name if name else None
+
+
+def _require_same_batches(job: Job, state: TrainState, restored: Path) -> None:
+    """The data cursor is a number of samples; with another batch size this step would read others."""
+    batch = job.train.global_batch_size
+    if state.samples_seen != state.step * batch:
+        raise CheckpointError(
+            f"{state.samples_seen} samples were seen in {state.step} steps, not {batch} each",
+            where=str(restored),
+            fix="continue with the train.global_batch_size it was trained with",
+        )
 
 
 @contextlib.contextmanager
@@ -158,7 +181,7 @@ def _train_batches(job: Job, plan: Plan, mesh: Mesh, corpus: Corpus) -> Iterator
 
 
 def _run_started(
-    job: Job, plan: Plan, mesh: Mesh, state: TrainState, checkpoints: list[Path], started_unix_s: float
+    job: Job, plan: Plan, mesh: Mesh, state: TrainState, restored: Path | None, started_unix_s: float
 ) -> RunStarted:
     return RunStarted(
         run=job.run.name,
@@ -168,7 +191,7 @@ def _run_started(
         total_steps=job.train.steps,
         device=str(mesh.device),
         layout=plan.layout.to_json(),
-        restored_from=checkpoints[-1].name if checkpoints else "",
+        restored_from=restored.name if restored else "",
         startup_s=time.time() - started_unix_s,
     )
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 from phalanx.checkpoint.manifest import newest_step
 from phalanx.cli._needs import preload
 from phalanx.cli._prepare import Prepared, announce, conclude, prepared_run, score_baselines
-from phalanx.core.errors import ExitCode, UsageError
+from phalanx.core.digest import differing_keys
+from phalanx.core.errors import ExitCode, JobError, PhalanxError, Problem, UsageError
 from phalanx.job.load import load_job, load_job_json
 from phalanx.job.schema import Job
 from phalanx.launch.external import external_ranks
@@ -23,8 +26,30 @@ from phalanx.observe.events import RunFinished
 from phalanx.observe.tail import EventTail
 
 
+class StoppedError(PhalanxError):
+    """SIGTERM where no rank trains: before, or after."""
+
+    exit_code = ExitCode.PREEMPTED
+
+
+# With other values of these a checkpoint would not fit, or samples would be repeated or skipped.
+KEPT_BY_A_RUN = ("run.seed", "model.", "data.", "train.global_batch_size")
+
+
 def train(job_file: str | None, overrides: Sequence[str], resume: str | None) -> int:
     """The verb. Raises PhalanxError for anything a user can mend; returns the exit code."""
+    before = signal.signal(signal.SIGTERM, _stop)  # ranks and their supervisor have handlers of their own
+    try:
+        return _train(job_file, overrides, resume)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise StoppedError("stopped by SIGTERM while no rank was training", fix="run again, with --resume if it had begun")
+
+
+def _train(job_file: str | None, overrides: Sequence[str], resume: str | None) -> int:
     began = time.monotonic()
     ranks = external_ranks(os.environ)
     if resume is not None:
@@ -37,7 +62,7 @@ def train(job_file: str | None, overrides: Sequence[str], resume: str | None) ->
 
         return train_as_rank(job, run_dir, ranks, resume=resume is not None)
     with prepared_run(job, run_dir, resume=resume is not None, num_ranks=None) as run:
-        if newest_step(run.run_dir) >= run.job.train.steps:
+        if is_finished(run.run_dir, run.job.train.steps):
             print(f"run     {run.run_dir}: step {run.job.train.steps} is done and saved; nothing to do")
             return ExitCode.OK
         announce(run)
@@ -48,7 +73,21 @@ def _resumed_job(resume: str, overrides: Sequence[str]) -> tuple[Path, Job]:
     run_dir = Path(resume)
     if not (run_dir / "job.json").is_file():
         raise UsageError("no run to resume is there", where=resume, fix="give a directory that phalanx train wrote")
-    return run_dir, load_job_json(run_dir / "job.json", [*overrides, f"run.dir={resume}"])
+    was, job = (load_job_json(run_dir / "job.json", [*more, f"run.dir={resume}"]) for more in ([], overrides))
+    changed = [key for key in differing_keys(was.to_json(), job.to_json()) if key.startswith(KEPT_BY_A_RUN)]
+    if changed:
+        fix = "start a new run to change it"
+        raise JobError(
+            [Problem(key, "a resumed run keeps what it was trained with", "override", fix) for key in changed]
+        )
+    return run_dir, job
+
+
+def is_finished(run_dir: Path, steps: int) -> bool:
+    """True if the last step is saved and what comes after it (evaluation, sample) is on record."""
+    events = (envelope.event for envelope in EventTail(run_dir).poll())
+    told = any(isinstance(e, RunFinished) and e.status == "finished" and e.step >= steps for e in events)
+    return told and newest_step(run_dir) >= steps
 
 
 def _fresh_name(job: Job) -> str:

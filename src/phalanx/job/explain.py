@@ -164,6 +164,7 @@ def _schema(path: Path) -> dict[str, Any]:
         if isinstance(part, str):
             found = found.get("properties", {}).get(part, {})
         else:
+            found = next((arm for arm in found.get("anyOf", ()) if arm.get("type") == "array"), found)
             pair = found.get("prefixItems", ())
             found = pair[part] if part < len(pair) else found.get("items", {})
     return found

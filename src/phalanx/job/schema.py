@@ -121,8 +121,9 @@ class Parallel(Section):
     """Copies of the model (DDP, or the outer axis of HSDP)."""
     dp_shard: Positive | None = None
     """Ranks that share one copy (FSDP2)."""
-    zero_stage: Literal[2, 3] = 3
-    """With dp_shard > 1. 3: parameters are freed after use; 2: kept from forward to backward."""
+    zero_stage: Literal[2, 3] | None = None
+    """How dp_shard splits (without it: over all ranks). 3, its default: parameters are freed after use; 2: kept from
+    forward to backward."""
     bucket_mb: PositiveFloat = 25.0
     """Bytes of one DDP all-reduce, in MiB."""
 

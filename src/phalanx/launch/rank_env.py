@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from phalanx.core.errors import EnvironmentProblem
 
+SERVER_CHOSE_THREADS = "PHALANX_SERVER_CHOSE_THREADS"  # the server's one thread is not the user's wish for the ranks
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -41,8 +43,13 @@ def rank_variables(ranks: RankEnv, master_port: int, environ: Mapping[str, str])
         "GLOO_SOCKET_IFNAME": loopback,
         "PHALANX_ATTEMPT": str(ranks.attempt),
     }
-    defaults = {"NCCL_SOCKET_IFNAME": loopback, "OMP_NUM_THREADS": "1"}
-    return variables | {name: value for name, value in defaults.items() if name not in environ}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = str(max(1, cores // ranks.local_world_size))
+    defaults = {"NCCL_SOCKET_IFNAME": loopback, "OMP_NUM_THREADS": threads}
+    chosen = {name: value for name, value in defaults.items() if name not in environ}
+    if SERVER_CHOSE_THREADS in environ:
+        chosen["OMP_NUM_THREADS"] = threads
+    return variables | chosen
 
 
 def loopback_interface() -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from phalanx.core.files import resource_error
 from phalanx.launch.paths import server_log
-from phalanx.launch.rank_env import THREAD_VARIABLES
+from phalanx.launch.rank_env import SERVER_CHOSE_THREADS, THREAD_VARIABLES
 from phalanx.launch.signals import signal_name
 from phalanx.launch.wire import Channel
 
@@ -109,6 +109,8 @@ def start_server(run_dir: Path) -> ServerProcess:
 def _server_environment() -> dict[str, str]:
     """Ours, with one thread for each numerical library (unless set), and phalanx importable."""
     environment = dict.fromkeys(THREAD_VARIABLES, "1") | dict(os.environ)
+    if "OMP_NUM_THREADS" not in os.environ:
+        environment[SERVER_CHOSE_THREADS] = "1"  # ranks choose for themselves
     home = str(Path(__file__).parents[2])
     environment["PYTHONPATH"] = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])
     return environment

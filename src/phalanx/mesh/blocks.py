@@ -10,13 +10,14 @@ from phalanx.mesh.logical import full_name
 
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:
-    """The repeated blocks: what `module.block_pattern` names, else the items of its ModuleLists of one class."""
+    """The repeated blocks: what `module.block_pattern` names, else its first ModuleList or Sequential of one class."""
     pattern = getattr(module, "block_pattern", None)
     if isinstance(pattern, str):
         depth = pattern.count(".")
         named = ((full_name(name), part) for name, part in module.named_modules())
         return [part for name, part in named if fnmatch.fnmatchcase(name, pattern) and name.count(".") == depth]
     for part in module.modules():
-        if isinstance(part, nn.ModuleList) and len(part) > 1 and len({type(item) for item in part}) == 1:
+        is_list = isinstance(part, nn.ModuleList | nn.Sequential) and len(part) > 1
+        if is_list and len({type(item) for item in part}) == 1:
             return list(dict.fromkeys(part))  # one block may stand in several places
     return []

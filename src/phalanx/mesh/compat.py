@@ -6,6 +6,7 @@ import inspect
 import warnings
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
@@ -27,6 +28,14 @@ def ddp_buffer_option(sync: bool) -> dict[str, bool]:
     if name not in inspect.signature(DistributedDataParallel.__init__).parameters:
         name = "broadcast_buffers"
     return {name: sync}
+
+
+def reduce_unused_parameters(unit: FSDPModule) -> None:
+    """Have FSDP2 reduce zeros for a parameter without a gradient, which other ranks may have used. Torch 2.13 can;
+    torch 2.11 aborts in the reduce-scatter when ranks disagree."""
+    switch = getattr(unit, "set_reduce_scatter_unused_params", None)
+    if switch is not None:
+        switch(True)
 
 
 def fsdp_comm_classes() -> tuple[type, type]:

@@ -27,7 +27,8 @@ class LogicalShard:
     """This rank's part of the full-model tensor `name`.
 
     `tensor` is the local storage (never a copy), `boxes` say which blocks of the `global_shape` it holds.
-    `replica` of `num_replicas`: ranks that hold the same boxes are numbered, so that each block is written once.
+    `replica` of `num_replicas`: ranks that hold the same boxes are numbered, so that each block is written once: of
+    the replicas below `num_replicas` any may write it, the others never do.
     """
 
     name: str
@@ -113,7 +114,9 @@ def module_shards(
             aliases[name] = seen[id(tensor)]
             continue
         seen[id(tensor)] = name
-        shards[name] = shard_of(name, tensor, replica=replica, num_replicas=num_replicas)
+        # Buffers (running statistics) may differ between ranks; rank 0's are the model's: only replica 0 writes them.
+        copies = num_replicas if isinstance(tensor, nn.Parameter | DTensor) else 1
+        shards[name] = shard_of(name, tensor, replica=replica, num_replicas=copies)
     return shards, aliases
 
 

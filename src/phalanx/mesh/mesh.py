@@ -107,6 +107,15 @@ def _pick(value: Any, path: str) -> Any:
     return value
 
 
+def threads_per_rank(local_world_size: int) -> int:
+    """OMP_NUM_THREADS, or this rank's part of the cores."""
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    if asked.isdigit() and int(asked) > 0:
+        return int(asked)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // max(1, local_world_size))
+
+
 def choose_device(kind: str, local_rank: int) -> torch.device:
     """ "auto" is CUDA where there is any. Raises EnvironmentProblem if CUDA is asked for and absent."""
     if kind == "auto":
@@ -149,12 +158,14 @@ def open_mesh(
             fix="start as many ranks as the plan says, or change parallel.*",
         )
     where = choose_device(device, local_rank)
+    threads_before = torch.get_num_threads()
     if where.type == "cpu":
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        torch.set_num_threads(threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)))
     else:
         torch.cuda.set_device(where)
     if world_size == 1 and not dist.is_initialized():
         yield Mesh(layout, 0, local_rank, where)
+        torch.set_num_threads(threads_before)
         return
     if not dist.is_initialized():
         ours = True
@@ -165,6 +176,7 @@ def open_mesh(
         device_mesh = init_device_mesh(where.type, shape, mesh_dim_names=AXES)
         yield Mesh(layout, rank, local_rank, where, device_mesh)
     finally:
+        torch.set_num_threads(threads_before)
         if ours and dist.is_initialized():
             dist.destroy_process_group()
 

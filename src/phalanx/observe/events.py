@@ -44,7 +44,8 @@ class RunStarted(Event):
 class StepFinished(Event):
     """One optimizer update, from every rank. Loss is nats per target token over all ranks.
 
-    `step_s` runs from the end of the step before, so steps leave no gap; a save belongs to its step. `phases_s` are
+    `step_s` runs from the record of the step before, so steps leave no gap. A save's writing belongs to its step, and
+    its commit, which comes after the record, to the next. `phases_s` are
     seconds of this rank by phase; `unaccounted_s` is `step_s` minus their sum.
     """
 

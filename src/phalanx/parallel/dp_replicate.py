@@ -30,7 +30,7 @@ class DpReplicate:
             gradient_as_bucket_view=True,
             bucket_cap_mb=piece.plan.bucket_mb,
             **ddp_buffer_option(has_buffers),
-            init_sync=False,  # initial weights are the same by construction; the first step compares them
+            init_sync=False,  # equal already: initialised by name and index, or compared by `parallelize`
         )
         watch = _ExposedWait(piece)
 

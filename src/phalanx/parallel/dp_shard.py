@@ -11,12 +11,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from phalanx.core.errors import LayoutError
 from phalanx.core.phases import Phases
-from phalanx.mesh.compat import fsdp_comm_classes
+from phalanx.mesh.compat import fsdp_comm_classes, reduce_unused_parameters
 from phalanx.mesh.logical import full_name
 from phalanx.parallel.protocol import Order, Workpiece
 from phalanx.plan.planner import Plan
@@ -34,25 +35,30 @@ class DpShard:
         low = piece.compute_dtype is not torch.float32
         _refuse_scalars(piece.root.module)
         blocks = _self_contained(piece)
-        # Inner units get their inputs in the compute type already; casting again would round rotary tables.
+        # A model may say that its blocks get activations in the compute type already: casting what is left would only
+        # round what must stay wide (rotary tables). Other modules keep autocast as well, as under DDP.
+        cast = not getattr(piece.root.module, "block_inputs_are_cast", False)
         mesh = piece.mesh.submesh(*axes)
         free = piece.plan.zero_stage == 3
         for block in blocks:
-            policy = _policy(piece.compute_dtype, low, cast_inputs=False)
+            policy = _policy(piece.compute_dtype, low, cast_inputs=cast)
             fully_shard(block, mesh=mesh, reshard_after_forward=free, mp_policy=policy)
         # The root holds embedding and head, which the backward needs at once: freeing them would gather them twice.
         policy = _policy(piece.compute_dtype, low, cast_inputs=True)
         fully_shard(piece.root, mesh=mesh, reshard_after_forward=free and not blocks, mp_policy=policy)
-        piece.autocast = False
+        piece.autocast = cast
         units = [module for module in piece.root.modules() if isinstance(module, FSDPModule)]
         for unit in units:
             _time_communication(unit, piece.phases)
-        root = piece.root
+            reduce_unused_parameters(unit)
+        root, buffers = piece.root, list(piece.root.buffers())
 
         @contextmanager
         def sync(on: bool) -> Iterator[None]:
             root.set_requires_gradient_sync(on)
             root.set_is_last_backward(on)
+            for buffer in buffers:  # as DDP does: every forward begins with rank 0's running statistics
+                dist.broadcast(buffer, 0)
             yield
 
         def rest() -> None:

@@ -45,8 +45,15 @@ class StepFacts:
     votes: tuple[float, ...] = ()
 
     @property
+    def reason_to_skip(self) -> str | None:
+        """Why the step must not be applied, or None."""
+        if self.num_targets == 0:
+            return "no_targets"
+        return None if self.finite else "nonfinite_gradients"
+
+    @property
     def usable(self) -> bool:
-        return self.finite and self.num_targets > 0
+        return self.reason_to_skip is None
 
 
 NORM_PIECE = 1 << 16  # elements
@@ -57,6 +64,14 @@ def _pieces(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     if gradients[0].device.type != "cpu":
         return gradients
     return [piece for gradient in gradients for piece in gradient.reshape(-1).split(NORM_PIECE)]
+
+
+def _norm_dtype(gradients: list[torch.Tensor]) -> torch.dtype:
+    """At least fp32: a norm of half-precision gradients in their own type has three digits."""
+    wide = torch.float32
+    for gradient in gradients:
+        wide = torch.promote_types(wide, gradient.dtype)
+    return wide
 
 
 class ParallelModel:
@@ -170,7 +185,8 @@ class ParallelModel:
         gradients = [g for g in gradients if g.numel()]
         squares = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if gradients:
-            squares = torch.stack(torch._foreach_norm(_pieces(gradients))).double().square().sum()
+            norms = torch._foreach_norm(_pieces(gradients), 2, dtype=_norm_dtype(gradients))
+            squares = torch.stack(norms).double().square().sum()
         # Ranks that hold the same gradient each bring an equal part of its square.
         squares = squares / self.plan.layout.dp_replicate
         vector = torch.stack((sums.loss_sum, sums.num_targets, squares))

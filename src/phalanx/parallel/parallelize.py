@@ -28,7 +28,7 @@ def transforms() -> list[Parallelism]:
 
 
 def parallelize(
-    module: nn.Module, plan: Plan, mesh: Mesh, *, phases: Phases | None = None, seed: int = 0
+    module: nn.Module, plan: Plan, mesh: Mesh, *, phases: Phases | None = None, seed: int | None = None
 ) -> ParallelModel:
     """Apply the plan's layout, recompute and compile choices to `module`.
 
@@ -58,7 +58,7 @@ def parallelize(
         root.to_empty(device=mesh.device)
         shards, _ = module_shards(module, replica=mesh.rank, num_replicas=mesh.world_size)
         with torch.no_grad():
-            module.initialize(shards, seed)  # type: ignore[operator]
+            module.initialize(shards, plan.seed if seed is None else seed)  # type: ignore[operator]
 
     piece = Workpiece(
         root=root,
@@ -69,6 +69,11 @@ def parallelize(
         outer=root,
         materialize=materialize,
     )
+    if not piece.blocks and (plan.recompute != "none" or plan.compile):
+        raise LayoutError(
+            f"{type(module).__name__} shows no repeated blocks to recompute or compile",
+            fix='keep them in an nn.ModuleList, or name them: block_pattern = "layers.*"',
+        )
     for transform in transforms():
         if transform.wanted(plan):
             transform.apply(piece)

@@ -10,6 +10,8 @@ from typing import Any
 
 import psutil
 
+from phalanx.core.errors import EnvironmentProblem
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -29,9 +31,14 @@ class Cluster:
 
 
 def detect_cluster(device: str = "auto") -> Cluster:
-    """This machine's GPUs if it has any (and `device` is not "cpu"), else its CPU cores."""
+    """This machine's GPUs if it has any (and `device` is not "cpu"), else its CPU cores.
+
+    Raises EnvironmentProblem (exit 6) if GPUs are asked for and there are none.
+    """
     if device != "cpu" and (gpus := _query_gpus()):
         return Cluster("cuda", len(gpus), min(memory for _, memory in gpus), gpus[0][0])
+    if device == "cuda":
+        raise EnvironmentProblem("no GPU was found", why="nvidia-smi lists none", fix="use cluster.device=cpu")
     return Cluster("cpu", _usable_cores(), _host_memory())
 
 

@@ -48,6 +48,7 @@ class Workload:
     precision: str  # "fp32" | "bf16"
     recompute: str  # "none" | "full"
     loss_chunk_tokens: int
+    num_microbatches: int = 1
 
     @property
     def tokens(self) -> int:
@@ -96,11 +97,13 @@ def communication_bytes(shape: ModelShape, work: Workload, zero_stage: int) -> f
     """
     if zero_stage == 0:
         return shape.num_params * 2 if work.precision == "bf16" else 0
+    # Between microbatches gradients are not reduced, and stay whole.
+    accumulated = shape.num_params * 4 if work.num_microbatches > 1 else 0
     block, rest = shape.block_params, shape.num_params - shape.num_layers * shape.block_params
     if zero_stage == 3:
         # The root unit (embedding, head) stays whole through the forward; one block is gathered beside it.
-        return (rest + block) * work.compute_bytes + max(rest, block) * 4
-    return shape.num_params * work.compute_bytes + max(rest, block) * 4
+        return (rest + block) * work.compute_bytes + max(rest, block) * 4 + accumulated
+    return shape.num_params * work.compute_bytes + max(rest, block) * 4 + accumulated
 
 
 def rank_memory(shape: ModelShape, work: Workload, zero_stage: int, dp_size: int, device: str) -> dict[str, int]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from phalanx.core.digest import digest
@@ -17,6 +19,7 @@ from phalanx.plan.cluster import Cluster, detect_cluster
 from phalanx.plan.layout import Layout
 from phalanx.plan.memory import Workload, rank_memory
 
+SHAPE_CACHE = Path(os.path.expanduser("~/.cache/phalanx/shapes"))  # keyed by the sources of the user's module
 BYTE_VOCAB_SIZE = 257  # what text needs: 256 byte values and the end of a document
 MAX_CPU_RANKS = 8
 HEADROOM = 0.94  # part of a rank's memory a plan may fill
@@ -55,6 +58,7 @@ class Plan:
     compile: bool
     zero_stage: int
     bucket_mb: float
+    seed: int
     global_batch_size: int
     micro_batch_size: int
     num_microbatches: int
@@ -131,7 +135,14 @@ def make_plan(
         shape = foreign_shape(job) or shape_of(job, vocab_size or job.model.vocab_size or BYTE_VOCAB_SIZE)
     ranks, reasons = _choose_ranks(job, cluster, num_ranks)
     micro, num_microbatches = _split_batch(job, ranks)
-    work = Workload(micro, job.data.seq_len, job.precision.compute, job.train.recompute, job.train.loss_chunk_tokens)
+    work = Workload(
+        micro,
+        job.data.seq_len,
+        job.precision.compute,
+        job.train.recompute,
+        job.train.loss_chunk_tokens,
+        num_microbatches,
+    )
     capacity = _capacity(job, cluster, ranks)
     candidates = _weigh(job, shape, work, ranks, capacity, cluster.device)
     chosen = _choose(job, candidates, capacity, reasons)
@@ -142,7 +153,7 @@ def make_plan(
             "activations of your own model are not predicted; memory counts weights, gradients and optimizer"
         )
     return Plan(
-        job_digest=digest(job.to_json()),
+        job_digest=job_digest(job),
         layout=chosen.layout,
         device=cluster.device,
         precision=job.precision.compute,
@@ -150,6 +161,7 @@ def make_plan(
         compile=job.train.compile,
         zero_stage=chosen.zero_stage,
         bucket_mb=job.parallel.bucket_mb,
+        seed=job.run.seed,
         global_batch_size=job.train.global_batch_size,
         micro_batch_size=micro,
         num_microbatches=num_microbatches,
@@ -164,9 +176,18 @@ def make_plan(
     )
 
 
+def job_digest(job: Job) -> str:
+    """What a run is known by: the job, wherever it runs."""
+    body = job.to_json()
+    del body["run"]["dir"]
+    return digest(body)
+
+
 def foreign_shape(job: Job) -> ModelShape | None:
     """What can be measured of a user's own module; None for a built-in one."""
-    return probe_foreign_shape(job.model.kind, job.model.args) if is_foreign(job.model.kind) else None
+    if not is_foreign(job.model.kind):
+        return None
+    return probe_foreign_shape(job.model.kind, job.model.args, SHAPE_CACHE)
 
 
 def divisors(number: int) -> list[int]:
@@ -273,15 +294,11 @@ def _weigh(job: Job, shape: ModelShape, work: Workload, ranks: int, capacity: in
 def _choose(job: Job, candidates: list[Candidate], capacity: int, reasons: list[str]) -> Candidate:
     """What the job fixes, else the first that fits in the order one, ddp, zero2, zero3."""
     runnable = [c for c in candidates if c.zero_stage != 1]
-    shard, replicate = job.parallel.dp_shard, job.parallel.dp_replicate
+    shard, replicate, stage = job.parallel.dp_shard, job.parallel.dp_replicate, job.parallel.zero_stage
     ranks = candidates[0].layout.world_size
-    if ranks > 1 and (shard is not None or (replicate is not None and replicate < ranks)):
+    if ranks > 1 and (shard or stage or (replicate is not None and replicate < ranks)):
         sharded = (shard or ranks // (replicate or 1)) > 1
-        runnable = [
-            c
-            for c in runnable
-            if (c.zero_stage == job.parallel.zero_stage) == sharded and (c.zero_stage > 0) == sharded
-        ]
+        runnable = [c for c in runnable if c.zero_stage == ((stage or 3) if sharded else 0)]
         reasons.append(f"{runnable[0].name} over {runnable[0].layout}, as the job says")
     elif ranks > 1 and replicate == ranks:
         runnable = [c for c in runnable if c.zero_stage == 0]

@@ -10,7 +10,7 @@ from phalanx.parallel.model import StepFacts
 
 @dataclass
 class NonFiniteGuard:
-    """Skip a step whose loss or gradients are not finite; give up after `limit` in a row (exit 8)."""
+    """Gives up (exit 8) after more than `limit` steps in a row whose loss or gradients were not finite."""
 
     limit: int
     in_a_row: int = 0
@@ -25,12 +25,4 @@ class NonFiniteGuard:
                 f"{self.in_a_row} steps in a row had non-finite gradients, up to step {step}",
                 fix="lower optim.lr, lengthen optim.warmup_steps, or continue from an older checkpoint",
             )
-        return "nonfinite_gradients"
-
-
-@dataclass
-class NoTargetsGuard:
-    """Skip a step in which every target of every rank is masked: it has no loss."""
-
-    def reason_to_skip(self, step: int, facts: StepFacts) -> str | None:
-        return "no_targets" if facts.num_targets == 0 else None
+        return None

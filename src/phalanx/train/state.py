@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,7 +68,8 @@ class TrainState:
             facts=self.facts(),
             job_digest=job_digest,
             mesh=self.model.mesh,
-            phases=_Telling(phases, before_commit),
+            phases=phases,
+            before_commit=before_commit,
         )
 
     def restore(self, directory: Path, *, phases: Phases) -> None:
@@ -87,15 +87,3 @@ class TrainState:
         facts = store.load(directory, shards, mesh=self.model.mesh, phases=phases, require=require).facts
         self.step, self.tokens_seen = int(facts["step"]), int(facts["tokens_seen"])
         self.samples_seen = int(facts["samples_seen"])
-
-
-class _Telling(Phases):
-    """`phases`, with a call before the phase in which a save is committed."""
-
-    def __init__(self, phases: Phases, before_commit: Callable[[], None]) -> None:
-        self._phases, self._before_commit = phases, before_commit
-
-    def __call__(self, name: str, collective: str = "") -> AbstractContextManager[None]:
-        if name == "before_commit":
-            self._before_commit()
-        return self._phases(name, collective)

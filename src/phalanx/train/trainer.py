@@ -35,7 +35,11 @@ class Microbatches(Protocol):
 
 
 class Guard(Protocol):
-    """Says why a step must not be applied, or None. Sees only facts that are equal on all ranks; may raise to stop."""
+    """Says why a step that could be applied must not be, or None; may raise to end the run.
+
+    Sees only facts that are equal on all ranks. Steps without finite gradients or targets are never applied; a guard
+    sees them, too, and may have had enough of them.
+    """
 
     def reason_to_skip(self, step: int, facts: StepFacts) -> str | None: ...
 
@@ -86,14 +90,19 @@ class Trainer:
         self._recorded_s = time.perf_counter()
 
     def run(self) -> str:
-        """Train until the last step or an agreed stop. Returns "finished", "sigterm" or "sigint"."""
+        """Train until the last step or an agreed stop. Returns "finished", "sigterm" or "sigint".
+
+        On every rank: CheckpointError if the save at the end or at a stop fails, NumericsError if a guard gives up.
+        """
         self.phases.take()
         self._recorded_s = time.perf_counter()
         while self.state.step < self.job.train.steps:
             facts, _ = self._unrecorded = self.step()
             sigterm, sigint, save_due = (vote > 0 for vote in facts.votes)
             is_last = self.state.step == self.job.train.steps
-            if self._save_is_due(save_due) or sigterm or sigint or (is_last and self.job.checkpoint.at_end):
+            if sigterm or sigint or (is_last and self.job.checkpoint.at_end):
+                self.save(is_last_chance=True)
+            elif self._save_is_due(save_due):
                 self.save()
             self._record()
             if sigterm or sigint:
@@ -113,9 +122,10 @@ class Trainer:
         model, optimizer = self.state.model, self.state.optimizer
         sums = model.forward_backward(microbatches, self.objective)
         facts = model.finish_step(sums, max_norm=self.job.optim.clip_norm, votes=self._votes())
-        skipped = next((why for guard in self.guards if (why := guard.reason_to_skip(step, facts))), None)
+        reasons = [facts.reason_to_skip, *(guard.reason_to_skip(step, facts) for guard in self.guards)]
+        skipped = next((reason for reason in reasons if reason), None)
         with self.phases("optimizer"):
-            if skipped is None and facts.usable:
+            if skipped is None:
                 set_learning_rate(optimizer, learning_rate(self.job.optim, step, self.job.train.steps))
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -130,11 +140,16 @@ class Trainer:
         return float(self.stop.sigterm), float(self.stop.sigint), float(due)
 
     def _save_is_due(self, voted: bool) -> bool:
+        if self._retry_save_at is not None:  # the last save failed: wait, whatever asks for one
+            return self.state.step >= self._retry_save_at
         every = self.job.checkpoint.every_steps
-        return voted or (every is not None and self.state.step % every == 0) or self.state.step == self._retry_save_at
+        return voted or (every is not None and self.state.step % every == 0)
 
-    def save(self) -> None:
-        """Save if this step is not saved yet. A failure is an event: training goes on and tries again later."""
+    def save(self, *, is_last_chance: bool = False) -> None:
+        """Save if this step is not saved yet. A failure is an event: training goes on and tries again later.
+
+        Where there is no later, the CheckpointError is raised, on every rank.
+        """
         if self.run_dir is None or self._saved_step == self.state.step:
             return
         began = time.perf_counter()
@@ -146,6 +161,8 @@ class Trainer:
             self._retry_save_at = self.state.step + RETRY_SAVE_STEPS
             if self.mesh.rank == 0:
                 self.bus.emit(CheckpointFailed(self.state.step, error.where or "", str(error)))
+            if is_last_chance:
+                raise
             return
         self._saved_step, self._last_save_s, self._retry_save_at = self.state.step, time.monotonic(), None
         if self.mesh.rank == 0:

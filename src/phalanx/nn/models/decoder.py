@@ -129,6 +129,8 @@ class Decoder(nn.Module):
 
     block_pattern = "blocks.*"  # what FSDP wraps, recompute recomputes and compile compiles
 
+    block_inputs_are_cast = True  # the embedding's output is in the compute type, and so is all that follows
+
     def __init__(self, shape: ModelShape, *, rope_theta: float = 10000.0, norm_eps: float = 1e-5) -> None:
         super().__init__()
         self.shape, self.rope_theta = shape, rope_theta

@@ -1,0 +1,35 @@
+"""Standard output may be closed, full or read by nobody; none of that takes a run with it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TextIO
+
+
+def open_closed_streams() -> None:
+    """Where we were started without an input or output (`>&-`), nothing else may take its number, and Python writes."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number: `fd`
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")
+
+
+def silence(stream: TextIO) -> None:
+    """Send what `stream` still holds, and whatever follows, nowhere: also at exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+def say(*lines: str) -> None:
+    """Print lines of a run that goes on even if nobody can read them."""
+    try:
+        for line in lines:
+            print(line)
+        sys.stdout.flush()
+    except OSError:
+        silence(sys.stdout)
