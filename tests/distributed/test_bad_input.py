@@ -449,21 +449,32 @@ def facts(run_dir: Path) -> dict[str, bytes]:
 
 def test_a_run_that_is_done_has_nothing_to_resume(finished: Path) -> None:
     before, names = facts(finished / "run"), set(snapshot(finished))
-    done = run("train", "--resume", "run", "model.dim=64", cwd=finished)
+    done = run("train", "--resume", "run", cwd=finished)
     assert (done.code, done.err) == (0, "")
     assert "step 10 is done and saved; nothing to do" in done.out
     assert (facts(finished / "run"), set(snapshot(finished))) == (before, names)
 
 
+def test_a_resumed_run_keeps_its_model(finished: Path) -> None:
+    before, names = facts(finished / "run"), set(snapshot(finished))
+    done = run("train", "--resume", "run", "model.dim=64", cwd=finished)
+    assert done.code == 3
+    assert "model.dim: a resumed run keeps what it was trained with; start a new run to change it" in done.problem
+    assert (facts(finished / "run"), set(snapshot(finished))) == (before, names)
+
+
 def test_a_full_disk_does_not_stop_training(home: Home) -> None:
-    """A save that finds no room is an event; training goes on, the checkpoint before it stays whole."""
+    """A save that finds no room is an event; training goes on, the checkpoint before it stays whole.
+
+    Only the save at the end has no later one: that it failed is how the run ends.
+    """
     small = home.folder / "small"
     small.mkdir()
     with _mounted(small, "size=3m"):
         arguments = [*TEXT, "run.dir=small/run", "model.dim=64", "train.steps=24", "checkpoint.every_steps=5"]
         done = run("train", *arguments, cwd=home.folder)
         run_dir = small / "run"
-        assert done.code == 0, done.err
+        assert list(loss_curve(run_dir)) == list(range(1, 25))
         saved = [e.event.step for e in events(run_dir, CheckpointSaved)]
         failed = [e.event for e in events(run_dir, CheckpointFailed)]
         assert saved[:1] == [5]
@@ -473,6 +484,9 @@ def test_a_full_disk_does_not_stop_training(home: Home) -> None:
         for step in saved:
             weights(run_dir, step)
         assert sorted(os.listdir(run_dir / "checkpoints")) == sorted(f"step-{step}" for step in saved)
+        assert done.code == 5
+        assert re.search(r"step-24: failed while .*No space left", done.err)
+        assert len(done.err.splitlines()) == 1
 
 
 def test_no_process_is_left_by_any_of_this() -> None:

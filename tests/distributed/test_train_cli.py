@@ -28,10 +28,10 @@ from commands import (
     write_text,
 )
 from phalanx.checkpoint.manifest import read_manifest
-from phalanx.core.digest import digest
 from phalanx.core.files import read_json
 from phalanx.job.load import load_job_json
 from phalanx.observe.events import BaselineMeasured, EvalFinished, MemoryMeasured, RunFinished, RunStarted, StepFinished
+from phalanx.plan.planner import job_digest
 
 JOB = """\
 [run]
@@ -135,7 +135,7 @@ def test_the_facts_of_a_run_can_be_read_back(house: House) -> None:
     job = load_job_json(run_dir / "job.json")
     plan = read_json(run_dir / "plan.json")
     assert (job.run.name, job.train.steps, job.model.dim) == ("first", 20, 32)
-    assert plan["job_digest"] == digest(job.to_json())
+    assert plan["job_digest"] == job_digest(job)
     found = [envelope.event for envelope in events(run_dir)]
     assert [e.step for e in found if isinstance(e, RunStarted)] == [0]
     assert [(e.status, e.exit_code, e.step) for e in found if isinstance(e, RunFinished)] == [("finished", 0, 20)]
@@ -220,7 +220,7 @@ def test_a_terminal_shows_the_run_live(tmp_path: Path) -> None:
 def test_a_compiled_model_has_the_same_curve(house: House) -> None:
     """Compiled kernels add in another order; anything more is a mistake."""
     arguments = ["job.toml", "train.steps=20", "observe.sinks=[]", "train.compile=true", "parallel.dp_shard=2"]
-    done = run("train", *arguments, "run.dir=run compiled", cwd=house.folder)
+    done = finish(start("train", *arguments, "run.dir=run compiled", cwd=house.folder), deadline_s=600)
     assert done.code == 0, done.err
     reference = loss_curve(house.dir("ddp"))
     for step, loss in loss_curve(house.folder / "run compiled").items():

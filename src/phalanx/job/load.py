@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from phalanx.job.overrides import Override, overlay, parse_overrides
 from phalanx.job.positions import Path, Place, Spot, locate
 from phalanx.job.schema import Job
 from phalanx.job.validate import validate
+
+LARGEST_BYTES = 4 * 2**20  # a job is a page or two
 
 
 @dataclass(frozen=True)
@@ -198,6 +201,11 @@ def _read_text(path: str | FilePath) -> tuple[str, str]:
         return JobError([Problem("job file", what, name, fix)])
 
     try:
+        facts = FilePath(path).stat()
+        if not stat.S_ISREG(facts.st_mode) and not stat.S_ISDIR(facts.st_mode):
+            raise refuse("is not a file")
+        if facts.st_size > LARGEST_BYTES:
+            raise refuse(f"has {facts.st_size:,} bytes, which is no job", "give a .toml file")
         return name, FilePath(path).read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
         raise refuse("does not exist", _near_file(FilePath(path))) from None

@@ -75,7 +75,7 @@ class Data(Section):
 class Train(Section):
     steps: Positive = 500
     """Optimizer updates in all."""
-    global_batch_size: Positive = 16
+    global_batch_size: Annotated[int, Field(ge=1, le=2**31)] = 16
     """Sequences per update over all ranks."""
     micro_batch_size: Positive | None = None
     """Sequences per forward-backward of one rank; default the rank's whole share."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
+from pathlib import Path
 
 import torch
 
@@ -30,6 +32,14 @@ def describe(kind: str, args: dict[str, object]) -> dict[str, object]:
     }
 
 
+def user_place(error: Exception) -> str:
+    """ "model.py:12: " for the innermost line of the user's own code, or nothing."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if "site-packages" not in f.filename and "phalanx" not in Path(f.filename).parts]
+    own = [f for f in own if not f.filename.startswith("<")]
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno}: " if own else ""
+
+
 if __name__ == "__main__":
     sys.path.insert(0, os.getcwd())
     request = json.loads(sys.argv[1])
@@ -37,3 +47,6 @@ if __name__ == "__main__":
         print(json.dumps(describe(request["kind"], request.get("args", {}))))
     except PhalanxError as error:
         sys.exit(str(error))
+    except Exception as error:  # the user's own code: the last line is what the planner shows
+        traceback.print_exc()
+        sys.exit(f"{user_place(error)}{type(error).__name__}: {error}")

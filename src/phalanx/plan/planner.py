@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -191,7 +192,9 @@ def foreign_shape(job: Job) -> ModelShape | None:
 
 
 def divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
+    """In ascending order."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
 
 
 def nearest(wanted: int, legal: list[int]) -> str:
@@ -315,6 +318,8 @@ def _choose(job: Job, candidates: list[Candidate], capacity: int, reasons: list[
     largest = max(least.predicted_bytes, key=lambda k: least.predicted_bytes[k])
     others = [c for c in candidates if c.fits and c.zero_stage != 1]
     fix = f"{others[0].name} would fit" if others else _how_to_shrink(largest)
+    if capacity == 0:
+        fix = "use fewer ranks: interpreter and torch alone fill what each of them has"
     raise LayoutError(
         f"{least.name} needs {format_bytes(least.total_bytes)} per rank and {format_bytes(capacity)} are there",
         why=f"the largest part is {largest}, {format_bytes(least.predicted_bytes[largest])}",

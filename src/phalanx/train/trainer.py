@@ -162,6 +162,7 @@ class Trainer:
             if self.mesh.rank == 0:
                 self.bus.emit(CheckpointFailed(self.state.step, error.where or "", str(error)))
             if is_last_chance:
+                self._record()
                 raise
             return
         self._saved_step, self._last_save_s, self._retry_save_at = self.state.step, time.monotonic(), None
