@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,19 +31,21 @@ def test_json_comes_back_and_replaces_what_was_there(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["a.json"]
 
 
-@pytest.fixture
-def small_files() -> object:
+@contextlib.contextmanager
+def small_files() -> Iterator[None]:
     """No file may grow beyond 1000 bytes: a disk that fills up in the middle of a write."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield
+    finally:  # before anything else is written: the test's own report may go to a file
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path, small_files: None) -> None:
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "a"
     write_bytes_atomic(path, b"old")
-    with pytest.raises(OSError):
+    with small_files(), pytest.raises(OSError):
         write_bytes_atomic(path, b"new" * 1000)
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["a"]
@@ -92,8 +96,8 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
         open_run_directory(tmp_path / "a" / "b")
 
 
-def test_a_disk_that_is_full_is_refused_and_nothing_left(tmp_path: Path, small_files: None) -> None:
-    with pytest.raises(ResourceError):
+def test_a_disk_that_is_full_is_refused_and_nothing_left(tmp_path: Path) -> None:
+    with small_files(), pytest.raises(ResourceError):
         open_run_directory(tmp_path / "a")
     assert os.listdir(tmp_path / "a") == []
 

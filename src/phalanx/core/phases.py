@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-# What a step's seconds are charged to. A name outside this list is a bug.
+# What a step's seconds are charged to; "optimizer" includes the gradients' norm and clipping. Another name is a bug.
 PHASES = (
     "startup",
     "data",

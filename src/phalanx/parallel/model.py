@@ -181,16 +181,17 @@ class ParallelModel:
 
         Then gradients become those of sum(loss) / sum(targets), scaled down to `max_norm` if their norm exceeds it.
         """
-        gradients = [local_tensor(p.grad) for p in self.parameters() if p.grad is not None]
-        gradients = [g for g in gradients if g.numel()]
-        squares = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        if gradients:
-            norms = torch._foreach_norm(_pieces(gradients), 2, dtype=_norm_dtype(gradients))
-            squares = torch.stack(norms).double().square().sum()
-        # Ranks that hold the same gradient each bring an equal part of its square.
-        squares = squares / self.plan.layout.dp_replicate
-        vector = torch.stack((sums.loss_sum, sums.num_targets, squares))
-        vector = torch.cat((vector, torch.tensor(votes, dtype=torch.float64, device=vector.device)))
+        with self.phases("optimizer"):
+            gradients = [local_tensor(p.grad) for p in self.parameters() if p.grad is not None]
+            gradients = [g for g in gradients if g.numel()]
+            squares = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+            if gradients:
+                norms = torch._foreach_norm(_pieces(gradients), 2, dtype=_norm_dtype(gradients))
+                squares = torch.stack(norms).double().square().sum()
+            # Ranks that hold the same gradient each bring an equal part of its square.
+            squares = squares / self.plan.layout.dp_replicate
+            vector = torch.stack((sums.loss_sum, sums.num_targets, squares))
+            vector = torch.cat((vector, torch.tensor(votes, dtype=torch.float64, device=vector.device)))
         with self.phases("collective", "all_reduce step facts"):
             self.mesh.all_reduce_sum(vector)
             loss_sum, num_targets, total_squares, *reduced = vector.tolist()
@@ -204,7 +205,8 @@ class ParallelModel:
             if max_norm is not None and norm > max_norm:
                 factor *= max_norm / norm
             if factor != 1.0:
-                torch._foreach_mul_(gradients, factor)
+                with self.phases("optimizer"):
+                    torch._foreach_mul_(gradients, factor)
         return StepFacts(loss, int(num_targets), norm, finite, tuple(reduced))
 
     def reduce_sums(self, sums: StepSums) -> tuple[float, int]:
