@@ -3,3 +3,4 @@
 from __future__ import annotations
 
 IGNORE_INDEX = -100  # a target that counts for nothing
+BYTE_VOCAB_SIZE = 257  # what text needs: 256 byte values and the end of a document

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from phalanx.core.errors import DataError, did_you_mean
 
 END_OF_DOCUMENT = 256
-BYTE_VOCAB_SIZE = 257
 CHUNK_TOKENS = 1 << 20
 
 _SNIFF_BYTES = 8192

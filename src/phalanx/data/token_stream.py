@@ -11,10 +11,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.core.batch import BYTE_VOCAB_SIZE
 from phalanx.core.digest import stable_hash64
 from phalanx.core.errors import DataError
 from phalanx.data.sources import (
-    BYTE_VOCAB_SIZE,
     CHUNK_TOKENS,
     END_OF_DOCUMENT,
     Document,

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from phalanx.core.batch import BYTE_VOCAB_SIZE
 from phalanx.core.digest import digest
 from phalanx.core.errors import LayoutError
 from phalanx.core.registry import is_foreign
@@ -21,7 +22,6 @@ from phalanx.plan.layout import Layout
 from phalanx.plan.memory import Workload, rank_memory
 
 SHAPE_CACHE = Path(os.path.expanduser("~/.cache/phalanx/shapes"))  # keyed by the sources of the user's module
-BYTE_VOCAB_SIZE = 257  # what text needs: 256 byte values and the end of a document
 MAX_CPU_RANKS = 8
 HEADROOM = 0.94  # part of a rank's memory a plan may fill
 RUNTIME_BYTES = 450 * 2**20  # interpreter and torch of one CPU rank
