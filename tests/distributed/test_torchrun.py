@@ -13,7 +13,7 @@ from test_bad_input import free_port, rank_environment
 
 from commands import TINY, Done, environment, finish, loss_curve, run, start, weights, write_text
 
-JOB = (*TINY, "data.source=text", "train.eval_tokens=512", "checkpoint.every_steps=10")
+JOB = (*TINY, "data.source=text", "eval.tokens=512", "checkpoint.every_steps=10")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "phalanx")
 
 

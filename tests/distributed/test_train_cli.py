@@ -46,8 +46,9 @@ seq_len = 32
 [train]
 steps = 10  # the command line says 20
 global_batch_size = 8
-eval_tokens = 2048
 sample_tokens = 16
+[eval]
+tokens = 2048
 [optim]
 warmup_steps = 4
 [checkpoint]

@@ -187,7 +187,7 @@ def test_phalanx_and_the_bare_loop_are_given_the_same_work(case):
     assert tuple(int(flags[key]) for key in ("dim", "layers", "heads", "vocab", "seq-len")) == widths
     assert flags["precision"] == job.precision.compute
     assert not job.checkpoint.at_end
-    assert job.train.eval_tokens == 0
+    assert job.eval.tokens == 0
 
 
 def test_only_the_ceiling_is_told_to_be_alone():

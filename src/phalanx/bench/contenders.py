@@ -72,7 +72,7 @@ def _job(case: Case, data: Path, out: Path, steps: int) -> list[str]:
         "train.steps": steps,
         "train.global_batch_size": case.global_batch_size,
         "train.micro_batch_size": case.micro_batch_size,
-        "train.eval_tokens": 0,
+        "eval.tokens": 0,
         "train.sample_tokens": 0,
         "optim.lr": LEARNING_RATE,
         "optim.schedule": "constant",

@@ -134,8 +134,8 @@ def announce(run: Prepared) -> None:
 
 def score_baselines(run: Prepared, bus: Bus) -> None:
     """Fit n-gram models on the same training split and score them on the same held-out tokens."""
-    if run.job.train.eval_tokens and run.corpus.splits["held_out"].num_tokens > 1:
-        for event in score(run.corpus, run.job.train.eval_tokens):
+    if run.job.eval.tokens and run.corpus.splits["held_out"].num_tokens > 1:
+        for event in score(run.corpus, run.job.eval.tokens):
             bus.emit(event)
 
 

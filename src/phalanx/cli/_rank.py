@@ -199,7 +199,7 @@ def _run_started(
 def _afterwards(job: Job, plan: Plan, mesh: Mesh, corpus: Corpus, trainer: Trainer) -> None:
     """Held-out loss and a sample of text, once the last step is done and saved."""
     step = trainer.state.step
-    if job.train.eval_tokens and corpus.splits["held_out"].num_tokens > 1:
+    if job.eval.tokens and corpus.splits["held_out"].num_tokens > 1:
         began = time.perf_counter()
         batches = HeldOutBatches(
             corpus,
@@ -207,7 +207,7 @@ def _afterwards(job: Job, plan: Plan, mesh: Mesh, corpus: Corpus, trainer: Train
             plan.micro_batch_size,
             plan.layout.data_parallel_size,
             mesh.data_parallel_rank,
-            job.train.eval_tokens,
+            job.eval.tokens,
         )
         loss, num_targets = trainer.evaluate(batches)
         if mesh.rank == 0:

@@ -63,11 +63,34 @@ class Model(Section):
     """The head shares the embedding's weight."""
 
 
+class Source(Section):
+    source: Text
+    """What data.source takes."""
+    weight: PositiveFloat = 1.0
+    """Its share of the samples, relative to the other sources."""
+
+
 class Data(Section):
     source: Text = "stdlib"
-    """"stdlib" (the interpreter's own source text), a file, a directory, a glob, or a 1-D integer .npy of token ids."""
+    """"stdlib" (the interpreter's own source text), a file, a directory, a glob of text, JSONL, Parquet or Arrow; token
+    shards that `phalanx data build` wrote; a 1-D integer .npy of token ids; a Megatron .bin; or package.module:factory
+    for your own map-style dataset."""
+    mixture: tuple[Source, ...] = ()
+    """Several sources with weights, instead of source: [[data.mixture]] tables with source and weight."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of your own dataset (source = "package.module:factory")."""
+    tokenizer: Text = "bytes"
+    """How text becomes tokens: "bytes", or a Hugging Face tokenizer.json. Token shards know theirs."""
+    column: Text = "text"
+    """The field of JSONL rows, or the column of Parquet and Arrow files, that holds the text."""
     seq_len: Positive = 128
     """Tokens of one sequence."""
+    document_masks: bool = False
+    """Keep the documents that are packed into one sequence from seeing each other; positions restart with each."""
+    workers: Count = 0
+    """Processes that read ahead; 0: a thread of the rank."""
+    worker_timeout_s: PositiveFloat = 60.0
+    """A worker that is silent for this long is replaced."""
     held_out_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """Part of the documents kept for evaluation, chosen by document name (by position if there is one)."""
 
@@ -85,17 +108,31 @@ class Train(Section):
     """torch.compile each block."""
     loss_chunk_tokens: Positive = 2048
     """Logits exist for at most this many tokens at a time."""
-    eval_tokens: Count = 262144
-    """Held-out tokens evaluated at the end (0: no evaluation); at most what there is."""
     sample_tokens: Count = 256
     """Tokens of text generated at the end, where the data is text (0: none)."""
 
 
+class Eval(Section):
+    tokens: Count = 262144
+    """Held-out tokens of one evaluation, at most what there is (0: none). Of your own dataset: samples."""
+    every_steps: Positive | None = None
+    """Evaluate each time this many steps are done, besides the end."""
+    keep_best: bool = False
+    """Save whenever an evaluation is the best so far, and name that checkpoint in RUN/best.json."""
+
+
 class Optim(Section):
-    kind: Literal["adamw"] = "adamw"
+    kind: Literal["adamw", "sgd"] = "adamw"
     """The optimizer."""
     lr: PositiveFloat = 3e-3
     """Peak learning rate."""
+    lr_scaling: Literal["none", "auto", "linear", "sqrt"] = "none"
+    """How lr follows the batch when it is not reference_batch_size: in proportion (SGD; Goyal et al. 2017), with its
+    square root (Adam; Malladi et al. 2022); auto takes the optimizer's rule."""
+    reference_batch_size: Positive | None = None
+    """The train.global_batch_size that lr was tuned for."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Of SGD."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """Decay rates of the two moments."""
     eps: PositiveFloat = 1e-8
@@ -124,6 +161,8 @@ class Parallel(Section):
     zero_stage: Literal[2, 3] | None = None
     """How dp_shard splits (without it: over all ranks). 3, its default: parameters are freed after use; 2: kept from
     forward to backward."""
+    sync_batchnorm: bool = True
+    """BatchNorm layers use the statistics of the whole microbatch over all data-parallel ranks."""
     bucket_mb: PositiveFloat = 25.0
     """Bytes of one DDP all-reduce, in MiB."""
 
@@ -159,6 +198,9 @@ class Observe(Section):
     sinks: tuple[str, ...] | None = None
     """Where facts go besides RUN/events: names of phalanx.observe.sinks, or package.module:function that opens your own
     (open_sink(run_dir)). Default: tensorboard where it is installed."""
+    samples: bool = False
+    """Record which samples every step read, so that `phalanx data ledger RUN` can prove that none was repeated or left
+    out."""
     log_every: Positive = 10
     """Steps between lines when the output is not a terminal."""
 
@@ -177,6 +219,7 @@ class Job(Section):
     model: Model = Model()
     data: Data = Data()
     train: Train = Train()
+    eval: Eval = Eval()
     optim: Optim = Optim()
     parallel: Parallel = Parallel()
     precision: Precision = Precision()
