@@ -1,7 +1,12 @@
-"""Writes docs/reference.md from the code: job keys, verbs, exit codes, events, kinds. `--check` only compares."""
+"""Writes docs/reference.md (job keys, verbs, exit codes, events, kinds) and the JSON Schema of job files from the code.
+
+`--check` only compares.
+"""
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 import types
 import typing
@@ -14,10 +19,13 @@ from phalanx.cli._app import help_line
 from phalanx.core.errors import EXIT_CODE_MEANING
 from phalanx.core.phases import PHASES
 from phalanx.core.registry import names
-from phalanx.job.schema import Job
+from phalanx.job.json_schema import FILE, KINDS, job_json_schema
+from phalanx.job.presets.table import with_table
+from phalanx.job.schema import Job, Section
 from phalanx.observe.events import EVENTS
 
-TARGET = Path(__file__).parent / "reference.md"
+HERE = Path(__file__).parent
+PACKAGE = HERE.parent / "src" / "phalanx" / "job"
 
 
 def type_words(annotation: Any) -> str:
@@ -26,7 +34,8 @@ def type_words(annotation: Any) -> str:
     if origin is typing.Annotated:
         return type_words(args[0])
     if origin in (typing.Union, types.UnionType):
-        return " or ".join("none" if part is type(None) else type_words(part) for part in args)
+        words = ["none" if part is type(None) else type_words(part) for part in args]
+        return " or ".join(word for word in words if word != "none" or "`none`" not in " ".join(words))
     if origin is typing.Literal:
         return " or ".join(f"`{value}`" for value in args)
     if origin is tuple:
@@ -34,6 +43,9 @@ def type_words(annotation: Any) -> str:
         return "list of " + type_words(inner[0])
     if origin is dict:
         return "table"
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        keys = ", ".join(f"`{key}`" for key in annotation.model_fields)
+        return f"table of {keys}"
     return {int: "integer", float: "number", str: "string", bool: "true or false"}[annotation]
 
 
@@ -52,6 +64,8 @@ def job_tables() -> list[str]:
     for section, field in Job.model_fields.items():
         lines += [f"### [{section}]", "", "| key | type | default | what |", "|---|---|---|---|"]
         assert field.annotation is not None
+        if words := " ".join((field.annotation.__doc__ or "").split()):
+            lines[-2:-2] = [words, ""]
         for key, item in field.annotation.model_fields.items():
             what = " ".join((item.description or "").split()).replace("|", "\\|")
             lines.append(f"| `{key}` | {type_words(item.annotation)} | {default_words(item.default)} | {what} |")
@@ -77,11 +91,7 @@ def reference() -> str:
     ]
     lines += job_tables()
     lines += ["## Kinds", "", "Each is one file of a folder; `package.module:name` reaches your own.", ""]
-    folders = {
-        "model.kind": "phalanx.nn.models",
-        "observe.sinks": "phalanx.observe.sinks",
-        "resilience.inject": "phalanx.resilience.faults",
-    }
+    folders = {**KINDS, "resilience.inject": "phalanx.resilience.faults"}
     lines += table(("key", "kinds"), [(f"`{k}`", ", ".join(f"`{n}`" for n in names(p))) for k, p in folders.items()])
     lines += ["## Phases", "", "Where a fault can strike and what a step's seconds are charged to: "]
     lines += [", ".join(f"`{phase}`" for phase in PHASES) + ".", ""]
@@ -92,9 +102,44 @@ def reference() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def schema_text() -> str:
+    """The JSON Schema of job files: in docs/ for people, in the package for `phalanx init` and shell completion."""
+    return json.dumps(job_json_schema(), indent=1, ensure_ascii=False) + "\n"
+
+
+def with_examples(text: str) -> str:
+    """A page with each block after `<!-- from FILE [REGION] -->` as that file of the repository says today.
+
+    A region lies between the lines "# [name]" and "# [/name]".
+    """
+
+    def block(match: re.Match[str]) -> str:
+        source = (HERE.parent / match["file"]).read_text(encoding="utf-8")
+        if name := match["region"]:
+            source = source.split(f"# [{name}]\n")[1].split(f"# [/{name}]\n")[0]
+        return f"{match['mark']}\n```{match['kind']}\n{source.strip()}\n```\n"
+
+    mark = r"(?P<mark><!-- from (?P<file>\S+)(?: \[(?P<region>\w+)\])? -->)\n```(?P<kind>\w+)\n.*?```\n"
+    return re.sub(mark, block, text, flags=re.DOTALL)
+
+
+def targets() -> dict[Path, str]:
+    """Every generated file and its text."""
+    schema = schema_text()
+    models, own_code = HERE / "models.md", HERE / "own-code.md"
+    return {
+        HERE / "reference.md": reference(),
+        HERE / FILE: schema,
+        PACKAGE / FILE: schema,
+        models: with_table(models.read_text(encoding="utf-8")),
+        own_code: with_examples(own_code.read_text(encoding="utf-8")),
+    }
+
+
 if __name__ == "__main__":
-    text = reference()
-    if "--check" in sys.argv:
-        sys.exit(0 if TARGET.read_text() == text else "docs/reference.md is not what the code says; run make docs")
-    TARGET.write_text(text)
-    print(TARGET)
+    for path, text in targets().items():
+        if "--check" not in sys.argv:
+            path.write_text(text, encoding="utf-8")
+            print(path)
+        elif not path.exists() or path.read_text(encoding="utf-8") != text:
+            sys.exit(f"{path} is not what the code says; run make docs")

@@ -14,7 +14,7 @@ import torch
 import phalanx
 from phalanx.nn.build import build_model, build_objective
 from phalanx.observe.bus import Bus
-from phalanx.optim.adamw import build_adamw
+from phalanx.optim.build import build_optimizer
 from phalanx.resilience.guards import NonFiniteGuard
 
 
@@ -38,7 +38,7 @@ def main(run_dir: Path) -> phalanx.TrainState:
     plan = phalanx.make_plan(job, num_ranks=1)
     with phalanx.open_mesh(plan.layout, device="cpu") as mesh:
         model = phalanx.parallelize(build_model(job, plan.model_shape), plan, mesh, seed=job.run.seed)
-        optimizer = build_adamw(model.named_parameters(), job.optim)
+        optimizer = build_optimizer(model, job.optim)
         state = phalanx.TrainState(model, optimizer, job.run.seed)
         bus = Bus(rank=mesh.rank, run_dir=run_dir)
         trainer = phalanx.Trainer(

@@ -25,11 +25,13 @@ _HOME = {
     "parallelize": "phalanx.parallel.parallelize",
     "Trainer": "phalanx.train.trainer",
     "TrainState": "phalanx.train.state",
+    "load_weights": "phalanx.checkpoint.weights",
 }
 
 __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
+    from phalanx.checkpoint.weights import load_weights
     from phalanx.core.errors import PhalanxError
     from phalanx.job.load import load_job
     from phalanx.job.schema import Job

@@ -26,7 +26,7 @@ from phalanx.mesh.logical import Box, LogicalShard, dtype_name
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import causal_cross_entropy
-from phalanx.optim.adamw import build_adamw
+from phalanx.optim.build import build_optimizer
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.layout import Layout
 from phalanx.train.state import TrainState
@@ -40,7 +40,7 @@ def new_state(mesh: Mesh, layout: dict[str, int], *, seed: int = 0) -> TrainStat
     with torch.device("meta"):
         module = Decoder(shape(num_layers=1))
     model = parallelize(module, plan(mesh.world_size, **layout), mesh, seed=seed)
-    return TrainState(model, build_adamw(model.named_parameters(), Optim(lr=1e-2)), seed)
+    return TrainState(model, build_optimizer(model, Optim(lr=1e-2)), seed)
 
 
 def take_step(state: TrainState, batch: Tensors) -> float:

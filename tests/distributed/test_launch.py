@@ -327,6 +327,12 @@ def test_helpers_that_a_rank_leaves_behind_are_killed(run: Run) -> None:
     wait_until(lambda: all(is_gone(pid) for pid in helpers))
 
 
+def test_a_rank_ends_as_a_program_does(run: Run) -> None:
+    """Its threads finish their work, idle pools do not keep it, and what was registered for the exit is called."""
+    assert run.supervise("leaves_threads").status == "finished"
+    assert run.marked() == [f"{what}-{rank}-0" for what in ("at-exit", "left", "worked") for rank in (0, 1)]
+
+
 def test_ranks_of_a_killed_server_die_even_while_the_supervisor_cannot_act(run: Run) -> None:
     with supervisor_process(run, frozen=True) as supervisor:
         wait_until(lambda: run.has("stuck-0-0", "stuck-1-0"))

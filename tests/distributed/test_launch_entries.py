@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +109,21 @@ def leaves_a_helper(payload: dict[str, Any]) -> int:
     """Finishes while a program it started, which knows nothing of lifelines, still runs."""
     program = subprocess.Popen(["sleep", "600"])
     (Path(payload["marks"]) / f"helper-{rank()}").write_text(str(program.pid))
+    return 0
+
+
+def leaves_threads(payload: dict[str, Any]) -> int:
+    """Finishes while one thread still works and a pool of others waits for work that never comes."""
+    payload["pool"] = ThreadPoolExecutor(2)  # as compilers keep theirs: nobody shuts it down
+    payload["pool"].submit(time.monotonic).result()
+
+    def work() -> None:
+        wait_for(Path(payload["marks"]) / f"left-{rank()}-{attempt()}")
+        mark(payload, "worked")
+
+    threading.Thread(target=work).start()
+    atexit.register(mark, payload, "at-exit")
+    mark(payload, "left")
     return 0
 
 

@@ -31,7 +31,7 @@ from phalanx.job.schema import Optim
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import causal_cross_entropy
-from phalanx.optim.adamw import build_adamw
+from phalanx.optim.build import build_optimizer
 from phalanx.parallel.model import ParallelModel, StepSums
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.layout import Layout
@@ -178,7 +178,7 @@ def compare_adamw(rank: int, num_ranks: int, references: dict[Any, Trace]) -> di
         with open_mesh(a_plan.layout, device="cpu") as mesh:
             for dtype, tied in ((torch.float64, True), (torch.float32, False)):
                 model = parallelize(decoder(tied=tied, dtype=dtype), a_plan, mesh)
-                optimizer = build_adamw(model.named_parameters(), ADAM)
+                optimizer = build_optimizer(model, ADAM)
                 batches, reference = global_batches(STEPS, documents=not tied), references["adamw", dtype, tied]
                 errors[layout, dtype, tied] = follow(model, batches, optimizer, CLIP[tied], reference, "update")
     return errors

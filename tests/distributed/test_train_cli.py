@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -65,6 +66,8 @@ SAME_MATHS = {
     ),
 }
 BF16 = ("parallel.dp_replicate=2", "precision.compute=bf16")
+# What a run is asked to tell, besides, which must not change what it learns.
+ASKED = {"zero3": ("--json", "eval.every_steps=8", "eval.keep_best=true")}
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> House:
     before = set(os.listdir(folder))
     layouts = {"ddp": ("parallel.ranks=2", "parallel.dp_replicate=2"), **SAME_MATHS, "bf16": BF16}
     commands = [
-        ["train", "job.toml", "train.steps=20", "observe.sinks=[]", *more, f"run.dir=run {name}"]
+        ["train", "job.toml", "train.steps=20", "observe.sinks=[]", *more, *ASKED.get(name, ()), f"run.dir=run {name}"]
         for name, more in layouts.items()
     ]
     done = run_all(commands[:2], folder) + run_all(commands[2:], folder)
@@ -156,11 +159,13 @@ def test_the_seconds_of_a_step_are_accounted_for(house: House) -> None:
 def test_checkpoints_hold_the_whole_state(house: House) -> None:
     for name in house.done:
         run_dir = house.dir(name)
-        assert sorted(os.listdir(run_dir / "checkpoints")) == ["step-10", "step-20"]
+        best = {"step-8", "step-16"} if name in ASKED else set()
+        assert set(os.listdir(run_dir / "checkpoints")) == {"step-10", "step-20"} | best
         weights(run_dir, 10)
         weights(run_dir, 20)
         manifest = read_manifest(run_dir / "checkpoints" / "step-20")
-        assert manifest.facts == {"step": 20, "tokens_seen": 20 * 8 * 32, "samples_seen": 160, "seed": 0}
+        facts = {"step": 20, "tokens_seen": 20 * 8 * 32, "samples_seen": 160, "seed": 0}
+        assert {key: manifest.facts[key] for key in facts} == facts
         trained = {tensor for tensor in manifest.tensors if not tensor.startswith("optim/")}
         for tensor in trained:
             assert {f"optim/{tensor}/exp_avg", f"optim/{tensor}/exp_avg_sq"} <= set(manifest.tensors)
@@ -170,6 +175,51 @@ def test_the_page_is_there_and_asks_nothing_of_the_network(house: House) -> None
     page = (house.dir("ddp") / "report.html").read_text()
     assert "</html>" in page
     assert not re.search(r"""(?:src|href)\s*=\s*["']?https?://""", page)
+
+
+def test_json_is_all_that_standard_output_gets(house: House) -> None:
+    """The facts on one line; words for people are on standard error, as they would be on standard output."""
+    done, run_dir = house.done["zero3"], house.dir("zero3")
+    (line,) = done.out.splitlines()
+    facts = json.loads(line)
+    assert facts["schema"] == "phalanx.run/1"
+    assert (facts["run_dir"], facts["status"], facts["exit_code"]) == ("run zero3", "finished", 0)
+    assert (facts["step"], facts["total_steps"], facts["world_size"]) == (20, 20, 2)
+    assert facts["final_loss"] == loss_curve(run_dir)[20]
+    assert facts["loss_unit"] == "nats/token"
+    assert {baseline["name"] for baseline in facts["baselines"]} == {"unigram", "trigram"}
+    assert [memory["rank"] for memory in facts["memory"]] == [0, 1]
+    assert facts["memory"][0]["measured_bytes"]["peak"] > 0
+    assert [saved["step"] for saved in facts["checkpoints"]] == [8, 10, 16, 20]
+    assert facts["tokens_per_s"] > 0
+    assert done.err.splitlines()[0] == done.err.splitlines()[-1] == "run     run zero3"
+    assert "step 20/20  loss" in done.err
+    again = run("report", "run zero3", "--json", cwd=house.folder)
+    assert (again.code, json.loads(again.out)) == (0, facts)
+
+
+def test_evaluations_on_the_way_and_the_best_of_them(house: House) -> None:
+    run_dir = house.dir("zero3")
+    facts = json.loads(house.done["zero3"].out)
+    told = {e.event.step: e.event.loss for e in events(run_dir, EvalFinished)}
+    assert {e["step"]: e["loss"] for e in facts["evaluations"]} == told
+    assert list(told) == [8, 16, 20]
+    loss, step = min((loss, step) for step, loss in told.items())
+    assert facts["best"] == {"step": step, "loss": loss, "checkpoint": f"checkpoints/step-{step}"}
+    assert (run_dir / facts["best"]["checkpoint"] / "manifest.json").is_file()
+    (last,) = (e.event.loss for e in events(house.dir("ddp"), EvalFinished))
+    assert told[20] == pytest.approx(last, rel=1e-5)  # of the same run without any of this
+    err = house.done["zero3"].err
+    assert f"held-out loss {told[8]:.4f} nats/token at step 8, the best so far" in err
+    assert re.search(rf"^best    run zero3/checkpoints/step-{step} \(loss {loss:.4f} at step {step}\)$", err, re.M)
+
+
+def test_explaining_a_job_leaves_no_trace(house: House) -> None:
+    done = run("train", "job.toml", "--explain", "train.steps=20", "parallel.ranks=2", cwd=house.folder)
+    assert (done.code, done.err) == (0, "")
+    assert re.search(r"^steps +20 +override +job.toml:11:1 says 10$", done.out, re.MULTILINE)
+    assert "\033" not in done.out
+    assert set(os.listdir(house.folder)) == house.after
 
 
 @pytest.mark.parametrize("name", SAME_MATHS)
@@ -218,10 +268,11 @@ def test_a_terminal_shows_the_run_live(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_compiled_model_has_the_same_curve(house: House) -> None:
-    """Compiled kernels add in another order; anything more is a mistake."""
+def test_a_compiled_model_has_the_same_curve(house: House, tmp_path: Path) -> None:
+    """Compiled kernels add in another order; anything more is a mistake. With nothing compiled before, as a user's."""
+    env = environment(TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
     arguments = ["job.toml", "train.steps=20", "observe.sinks=[]", "train.compile=true", "parallel.dp_shard=2"]
-    done = finish(start("train", *arguments, "run.dir=run compiled", cwd=house.folder), deadline_s=600)
+    done = finish(start("train", *arguments, "run.dir=run compiled", cwd=house.folder, env=env), deadline_s=600)
     assert done.code == 0, done.err
     reference = loss_curve(house.dir("ddp"))
     for step, loss in loss_curve(house.folder / "run compiled").items():
@@ -245,5 +296,7 @@ def test_no_arguments_train_the_default_job(tmp_path: Path) -> None:
 def test_json_facts_of_a_plan_need_no_run(tmp_path: Path) -> None:
     done = finish(start("plan", "--json", "model.dim=64", cwd=tmp_path, command=PHALANX))
     assert done.code == 0, done.err
-    assert '"predicted_bytes"' in done.out
+    plan = json.loads(done.out)
+    assert plan["schema"] == "phalanx.plan/1"
+    assert plan["memory"]["predicted_bytes"]["parameters"] > 0
     assert not list(tmp_path.iterdir())

@@ -29,9 +29,10 @@ from commands import (
     weights,
     write_text,
 )
-from phalanx.observe.events import RankFailed, RanksStarted, RestartScheduled
+from phalanx.checkpoint.best import read_best
+from phalanx.observe.events import EvalFinished, RankFailed, RanksStarted, RestartScheduled
 
-STEPS, EVERY = 40, 5
+STEPS, EVERY, EVALUATED = 40, 5, 10
 LAYOUTS = {"ddp": "parallel.dp_replicate=2", "zero3": "parallel.dp_shard=2"}
 STEP_PHASES = ("data", "forward", "backward", "collective", "optimizer")
 SAVE_PHASES = ("ckpt_stage", "ckpt_write", "before_commit", "after_commit")
@@ -86,6 +87,8 @@ def draw_faults(seed: int, phases: tuple[str, ...]) -> list[str]:
         rank, step = draw.randrange(2), draw.randrange(2, STEPS)
         if phase in SAVE_PHASES:
             step = draw.randrange(EVERY, STEPS + 1, EVERY)
+        if phase == "evaluate":
+            step = draw.randrange(EVALUATED, STEPS + 1, EVALUATED)
         at = "" if phase in ("ckpt_load", "startup") else f"step={step},"
         faults.append(f"kill:rank={rank},{at}phase={phase}")
     return faults
@@ -94,15 +97,19 @@ def draw_faults(seed: int, phases: tuple[str, ...]) -> list[str]:
 @pytest.mark.parametrize(
     ("layout", "seed", "phases"),
     [
-        ("ddp", 1, ("data", "forward", "optimizer", "ckpt_write", "after_commit", "ckpt_load")),
+        ("ddp", 4, ("data", "forward", "optimizer", "evaluate", "ckpt_write", "after_commit", "ckpt_load")),
         ("zero3", 2, ("backward", "collective", "ckpt_stage", "before_commit", "optimizer", "ckpt_load")),
     ],
 )
 def test_killed_ranks_start_again(drill: Drill, layout: str, seed: int, phases: tuple[str, ...]) -> None:
-    """Six kills in one run, each met once; the supervisor names rank and phase and starts again."""
+    """Six or seven kills in one run, each met once; the supervisor names rank and phase and starts again.
+
+    It is evaluated on the way, and the run that nothing happened to is not: that changes nothing, either.
+    """
     faults = draw_faults(seed, phases)
     print("seed", seed, faults)
-    done = drill.injured(layout, f"{layout} killed", faults, "resilience.max_restarts=10")
+    judged = ("eval.tokens=512", f"eval.every_steps={EVALUATED}", "eval.keep_best=true")
+    done = drill.injured(layout, f"{layout} killed", faults, "resilience.max_restarts=10", *judged)
     assert done.code == 0, done.err
     run_dir = drill.folder / f"{layout} killed"
     failures = events(run_dir, RankFailed)
@@ -111,6 +118,11 @@ def test_killed_ranks_start_again(drill: Drill, layout: str, seed: int, phases: 
     assert len(os.listdir(run_dir / "faults")) == len(phases)
     assert len(re.findall(r"was killed by SIGKILL .*; starting again from step \d+ \(restart", done.out)) == len(phases)
     drill.require_same(layout, run_dir.name)
+    told = {e.event.step: e.event.loss for e in events(run_dir, EvalFinished)}
+    assert list(told) == list(range(EVALUATED, STEPS + 1, EVALUATED))
+    best = read_best(run_dir)
+    assert best is not None
+    assert (best.loss, best.step) == min((loss, step) for step, loss in told.items())
     # Seen within a second, the ranks there again within ten: none of that is an import of torch.
     assert max(e.event.detected_s for e in failures) < 1.0
     restarts = [e for e in events(run_dir, RanksStarted) if e.attempt]

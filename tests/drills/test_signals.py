@@ -94,7 +94,8 @@ def test_ctrl_c_saves_and_says_how_to_continue(folder: Path) -> None:
 def test_ctrl_c_twice_is_at_once(folder: Path) -> None:
     """A model that takes its time in its forward does not keep anybody waiting."""
     shutil.copy(Path(__file__).parents[1] / "distributed" / "user_code.py", folder)
-    process = start("train", *JOB, "run.dir=twice", "model.kind=user_code:slow", cwd=folder)
+    job = [word for word in JOB if not word.startswith("model.")]  # a factory has its own
+    process = start("train", *job, "run.dir=twice", "model.kind=user_code:slow", cwd=folder)
     with watching(process) as watched:
         watched.wait_for("2 ranks on cpu")
         wait_until((folder / "slow").exists)
@@ -145,7 +146,8 @@ def test_steps_that_are_not_a_number_are_skipped_by_all_ranks(folder: Path) -> N
 def test_a_stop_at_any_moment_of_the_start(folder: Path, after_s: float, number: signal.Signals) -> None:
     """Whether or not the ranks have started: the agreed exit code, no traceback, nothing left."""
     name = f"early {number.name} {after_s}"
-    process = start("train", *JOB, f"run.dir={name}", cwd=folder)
+    # So many steps that a run which does not hear of the signal cannot be done before it is noticed.
+    process = start("train", *JOB, "train.steps=1000000", f"run.dir={name}", cwd=folder)
     with watching(process) as watched:
         watched.wait_for("run     ")
         deadline = time.monotonic() + after_s

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from commands import TINY, finish, loss_curve, start, write_text
+from commands import TINY, Done, environment, events, finish, loss_curve, start, write_text
 from phalanx.checkpoint.manifest import list_checkpoints
+from phalanx.observe.events import Note, StepFinished
 from ranks import run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+SMALL = [override for override in TINY if not override.startswith("model.")]
 
 
 def load(name: str) -> ModuleType:
@@ -63,9 +68,87 @@ def test_your_own_model_under_phalanx_train(tmp_path: Path) -> None:
     text = write_text(tmp_path / "text")
     run_dir = tmp_path / "run"
     more = ["parallel.dp_shard=2", f"data.source={text}", f"run.dir={run_dir}", "train.sample_tokens=8"]
-    done = finish(start("train", *TINY, *command.groups(), *more, cwd=EXAMPLES))
+    done = finish(start("train", *SMALL, *command.groups(), *more, cwd=EXAMPLES))
     assert done.code == 0, done.err
     curve = loss_curve(run_dir)
     assert curve[20] < curve[1] - 0.3
-    assert re.search(r"^sample  def ", done.out, re.MULTILINE)
+    assert re.search(r"^sample  \S", done.out, re.MULTILINE)
     assert set(os.listdir(EXAMPLES)) - {"__pycache__"} == before
+
+
+def run_script(folder: str, script: str, run_dir: Path) -> str:
+    """What an example's own script prints about a run."""
+    command = [sys.executable, script, str(run_dir)]
+    quiet = environment(PYTHONDONTWRITEBYTECODE="1")
+    done = subprocess.run(command, cwd=EXAMPLES / folder, env=quiet, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def train_example(folder: str, run_dir: Path, *overrides: str) -> Done:
+    """The command of the job file's first lines, in the example's folder."""
+    said = (EXAMPLES / folder / "job.toml").read_text()
+    assert re.search(rf"^#     phalanx train job\.toml run\.dir=runs/{folder}$", said, re.MULTILINE)
+    arguments = ("train", "job.toml", f"run.dir={run_dir}", "observe.sinks=[]", *overrides)
+    done = finish(start(*arguments, cwd=EXAMPLES / folder))
+    assert done.code == 0, done.err
+    return done
+
+
+def test_digits_are_told_apart_by_a_net_with_batchnorm(tmp_path: Path) -> None:
+    """At least 95 % of the held-out ones, trained on two ranks and evaluated as a plain module in one process."""
+    done = train_example("digits", tmp_path / "run")
+    assert "warn" not in done.out
+    said = run_script("digits", "evaluate.py", tmp_path / "run")
+    found = re.search(r"step 150: ([\d.]+)% of 300 held-out digits are right", said)
+    assert found is not None, said
+    assert float(found[1]) >= 95
+
+
+FEW = ("train.steps=10", "eval.tokens=0", "eval.every_steps=none", "data.args.shift=true")
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
+    """Ten steps on two ranks, with something to be warned of."""
+    run_dir = tmp_path_factory.mktemp("digits") / "run"
+    more = (*FEW, "parallel.ranks=2", "parallel.dp_shard=2", "optim.reference_batch_size=32")
+    return run_dir, train_example("digits", run_dir, *more)
+
+
+def test_digits_learn_the_same_on_one_rank_and_on_two(sharded: tuple[Path, Done], tmp_path: Path) -> None:
+    """Own dataset with random shifts, BatchNorm over both ranks: the losses of ten steps are those of one rank."""
+    train_example("digits", tmp_path / "run", *FEW, "parallel.ranks=1", "checkpoint.at_end=false")
+    alone, two = loss_curve(tmp_path / "run"), loss_curve(sharded[0])
+    assert list(alone) == list(two) == list(range(1, 11))
+    assert list(two.values()) == pytest.approx(list(alone.values()), rel=1e-4)
+
+
+def test_a_run_says_its_warnings_and_keeps_them(sharded: tuple[Path, Done]) -> None:
+    """On the terminal, in plan.json, and as an event for the page."""
+    run_dir, done = sharded
+    (line,) = re.findall(r"^warn    (.*)$", done.out, re.MULTILINE)
+    assert "lr 0.003 was tuned for 32" in line
+    assert json.loads((run_dir / "plan.json").read_text())["warnings"] == [{"code": "lr_ignores_batch", "text": line}]
+    notes = [envelope.event for envelope in events(run_dir, Note)]
+    assert [note.facts["text"] for note in notes if isinstance(note, Note) and note.code == "warning"] == [line]
+
+
+def test_a_resumed_run_with_another_batch_scales_its_rate(sharded: tuple[Path, Done]) -> None:
+    """Batch 128 instead of the reference of 32: twice the rate, in the reasons and in what the steps used."""
+    run_dir, _ = sharded
+    before = len(events(run_dir, StepFinished))
+    more = ("train.steps=12", "train.global_batch_size=128", "optim.lr_scaling=auto", "optim.schedule=constant")
+    done = finish(start("train", "--resume", str(run_dir), *more, cwd=EXAMPLES / "digits"))
+    assert done.code == 0, done.err
+    assert "why     lr 0.003 x sqrt(128/32) = 0.006: batch 128 instead of 32; Adam follows the square root" in done.out
+    new = [envelope.event for envelope in events(run_dir, StepFinished)][before:]
+    assert {event.learning_rate for event in new if isinstance(event, StepFinished)} == {0.006}
+
+
+def test_regression_finds_the_least_squares_solution(tmp_path: Path) -> None:
+    train_example("regression", tmp_path / "run")
+    said = run_script("regression", "compare.py", tmp_path / "run")
+    found = re.search(r"relative distance (\S+)", said)
+    assert found is not None, said
+    assert float(found[1]) < 1e-3

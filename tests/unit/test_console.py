@@ -11,9 +11,12 @@ from dataclasses import fields
 
 import pytest
 
+from phalanx.job.schema import Job
 from phalanx.observe import events
-from phalanx.observe.console import Console, describe, open_console
+from phalanx.observe.console import Console, open_console
 from phalanx.observe.events import EVENTS, Envelope, Event, StepFinished
+from phalanx.observe.units import units_of
+from phalanx.observe.words import describe
 
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 
@@ -87,6 +90,68 @@ def test_not_a_number_is_shown_and_breaks_nothing() -> None:
     console.write(tell(events.StepSkipped(1, "nonfinite_gradients", math.nan, 0, 32)))
     assert "loss nan" in stream.getvalue()
     assert "skipped step 1: nonfinite gradients (gradient norm not finite)" in stream.getvalue()
+
+
+def evaluated(step: int, loss: float, best_step: int, best_loss: float, **sources: float) -> Envelope:
+    return tell(events.EvalFinished(step, loss, 5000, 0.5, sources, best_step, best_loss))
+
+
+def test_an_evaluation_stands_beside_the_best_so_far() -> None:
+    stream, console = plain()
+    console.write(evaluated(300, 1.4, 300, 1.4))
+    console.write(evaluated(400, 1.42, 300, 1.4, code=1.3, prose=1.7))
+    console.write(tell(events.EvalFinished(500, math.nan, 0, 0.1)))
+    assert stream.getvalue().splitlines() == [
+        "held-out loss 1.4000 nats/token at step 300, the best so far (5.00K tokens, 500 ms)",
+        "held-out loss 1.4200 nats/token at step 400, best 1.4000 at step 300 (5.00K tokens, 500 ms): "
+        "code 1.3000, prose 1.7000",
+        "held-out loss nan nats/token at step 500 (0 tokens, 100 ms)",
+    ]
+
+
+def test_the_bar_shows_the_last_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    stream = io.StringIO()
+    console = open_console(stream, total_steps=500, log_every=10, is_terminal=True)
+    console.write(evaluated(400, 1.42, 300, 1.4))
+    console.write(step(401))
+    console.close()
+    assert "eval 1.4200 (best 1.4000 at 300)" in stream.getvalue()
+
+
+def test_what_a_user_measures_is_not_called_nats_or_tokens() -> None:
+    stream = io.StringIO()
+    console = open_console(stream, total_steps=100, log_every=1, units=units_of({"model": {"objective": "own:loss"}}))
+    console.write(step(1))
+    console.write(evaluated(1, 0.25, 1, 0.25))
+    assert "nats" not in stream.getvalue()
+    assert "41.0k targets/s" in stream.getvalue()
+    assert "held-out loss 0.2500 at step 1, the best so far (5.00K targets, 500 ms)" in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("job", "is_text"),
+    [
+        ({}, True),
+        (Job().to_json(), True),
+        ({"model": None, "data": [1]}, True),
+        ({"data": {"source": "texts/*.txt"}}, True),
+        ({"data": {"source": "C:/texts"}}, True),
+        ({"data": {"source": "own.data:factory"}}, False),
+        ({"model": {"objective": "own:loss"}, "data": {"source": "texts"}}, False),
+        ({"model": {"kind": "vit"}}, False),
+        ({"model": {"preset": "small-vit"}}, False),
+        ({"model": {"preset": "llama3-8b", "kind": "decoder"}}, True),
+    ],
+)
+def test_units(job: dict[str, object], is_text: bool) -> None:
+    assert (units_of(job).loss == "nats/token") == is_text
+
+
+def test_a_replaced_loader_worker_and_a_warning_are_told() -> None:
+    stream, console = plain()
+    console.write(tell(events.LoaderWorkerReplaced(7, "it was silent for 60 s"), rank=0))
+    assert stream.getvalue() == "a loader worker was replaced at step 7: it was silent for 60 s\n"
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])

@@ -1,11 +1,11 @@
-"""A source becomes two token files, once and whole; every unusable source is refused in one line with exit code 4."""
+"""What a run trains on: built from text once, or used where it lies; all that is unusable is refused in one line."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
-import subprocess
+import shutil
 import sys
 import tracemalloc
 from collections.abc import Callable
@@ -13,19 +13,39 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import xxhash
+import tokenizers
 
-from phalanx.core.errors import DataError, ExitCode, PhalanxError, ResourceError
-from phalanx.data.corpus import Corpus, load_corpus, prepare_corpus
-from phalanx.data.token_file import TokenWriter
+import phalanx.data.corpus as room
+import phalanx.data.prepare
+from commands import snapshot
+from phalanx.core.errors import DataError, ExitCode, ResourceError
+from phalanx.data.build import build_dataset
+from phalanx.data.corpus import Corpus, load_corpus, verify_corpus
+from phalanx.data.prepare import prepare_corpus
+from phalanx.data.tokens import SPLITS, Split
+from phalanx.job.schema import Data, Source
 
 EOD = 256
 
 
 def prepare(
-    source: Path | str, out_dir: Path, fraction: float = 0.0, seq_len: int = 4, vocab_size: int | None = None
+    source: Path | str,
+    out_dir: Path,
+    fraction: float = 0.0,
+    seq_len: int = 4,
+    vocab_size: int | None = None,
+    **keys: object,
 ) -> Corpus:
-    return prepare_corpus(str(source), fraction, out_dir, seq_len=seq_len, vocab_size=vocab_size)
+    data = Data(source=str(source), held_out_fraction=fraction, seq_len=seq_len, **keys)
+    return prepare_corpus(data, out_dir, vocab_size=vocab_size)
+
+
+def read(corpus: Corpus, split: Split) -> np.ndarray:
+    return corpus.sequences(split)[0][:]
+
+
+def text_of(corpus: Corpus, split: Split) -> str:
+    return corpus.tokenizer().decode(read(corpus, split))
 
 
 def tokens_of(text: bytes) -> list[int]:
@@ -64,25 +84,26 @@ def test_a_text_file_is_one_document_split_by_position(tmp_path: Path, out_dir: 
     source.write_bytes(b"0123456789abcdefghi")
     corpus = prepare(source, out_dir, fraction=0.25)
     tokens = tokens_of(b"0123456789abcdefghi")
-    assert corpus.open_tokens("train").tolist() == tokens[:15]
-    assert corpus.open_tokens("held_out").tolist() == tokens[15:]
-    assert (corpus.tokenizer, corpus.vocab_size, corpus.dtype, corpus.source_bytes) == ("bytes", 257, "<u2", 19)
-    assert not corpus.open_tokens("train").flags.writeable
+    assert read(corpus, "train").tolist() == tokens[:15]
+    assert read(corpus, "held_out").tolist() == tokens[15:]
+    assert (corpus.components[0].tokenizer.kind, corpus.vocab_size, corpus.source_bytes) == ("bytes", 257, 19)
+    assert corpus.components[0].split_by == "position"
+    assert not read(corpus, "train").flags.writeable
 
 
 def test_a_folder_is_its_text_files_in_order_each_followed_by_the_end_token(library: Path, out_dir: Path) -> None:
     corpus = prepare(library, out_dir)
     names = sorted(path.relative_to(library).as_posix() for path in library.rglob("[0-9]*.txt"))
     expected = [token for name in names for token in tokens_of((library / name).read_bytes())]
-    assert corpus.open_tokens("train").tolist() == expected
+    assert read(corpus, "train").tolist() == expected
     assert (corpus.splits["train"].num_documents, corpus.num_skipped_files) == (40, 1)
     assert corpus.splits["held_out"].num_tokens == 0
-    assert corpus.open_tokens("held_out").size == 0
+    assert read(corpus, "held_out").size == 0
 
 
 def test_documents_are_held_out_whole_disjoint_and_complete(library: Path, out_dir: Path, tmp_path: Path) -> None:
     corpus = prepare(library, out_dir, fraction=0.3)
-    texts = {split: corpus.decode(corpus.open_tokens(split)).split("\n\n")[:-1] for split in ("train", "held_out")}
+    texts = {split: text_of(corpus, split).split("\n\n")[:-1] for split in SPLITS}
     assert all(texts.values())
     assert sorted(texts["train"] + texts["held_out"]) == sorted(f"document {number}" for number in range(40))
     assert corpus.splits["train"].num_documents == len(texts["train"])
@@ -92,14 +113,14 @@ def test_documents_are_held_out_whole_disjoint_and_complete(library: Path, out_d
     library.rename(moved)
     (moved / "00.txt").unlink()
     again = prepare(moved, tmp_path / "again", fraction=0.3)
-    held_out = again.decode(again.open_tokens("held_out")).split("\n\n")[:-1]
+    held_out = text_of(again, "held_out").split("\n\n")[:-1]
     assert held_out == [text for text in texts["held_out"] if text != "document 0"]
 
 
 def test_a_pattern_takes_the_files_it_matches(library: Path, out_dir: Path) -> None:
     corpus = prepare(f"{library}/**/3?.txt", out_dir)
     assert corpus.splits["train"].num_documents == 10
-    assert corpus.decode(corpus.open_tokens("train")[:13]) == "document 30\n\n"
+    assert text_of(corpus, "train").startswith("document 30\n\ndocument 31\n\n")
 
 
 def test_a_file_whose_name_looks_like_a_pattern_is_a_file(tmp_path: Path, out_dir: Path) -> None:
@@ -131,19 +152,10 @@ def test_npy_ids_are_taken_as_they_are(tmp_path: Path, out_dir: Path, dtype: str
     ids = np.array([5, 0, 7, 200, 7, 7, 1, 2, 3, 4], dtype=dtype)
     np.save(tmp_path / "ids.npy", ids)
     corpus = prepare(tmp_path / "ids.npy", out_dir, fraction=0.2)
-    assert corpus.open_tokens("train").tolist() == ids[:8].tolist()
-    assert corpus.open_tokens("held_out").tolist() == ids[8:].tolist()
-    assert (corpus.tokenizer, corpus.vocab_size, corpus.dtype) == ("none", 201, "<u2")
-    with pytest.raises(DataError, match="no text"):
-        corpus.decode([1])
-
-
-@pytest.mark.parametrize(("largest", "dtype"), [(65_535, "<u2"), (65_536, "<u4"), (2**32 - 1, "<u4")])
-def test_ids_take_two_bytes_while_they_fit(tmp_path: Path, out_dir: Path, largest: int, dtype: str) -> None:
-    np.save(tmp_path / "ids.npy", np.array([1, 2, 3, 4, largest]))
-    corpus = prepare(tmp_path / "ids.npy", out_dir)
-    assert (corpus.dtype, corpus.vocab_size) == (dtype, largest + 1)
-    assert corpus.open_tokens("train")[-1] == largest
+    assert read(corpus, "train").tolist() == ids[:8].tolist()
+    assert read(corpus, "held_out").tolist() == ids[8:].tolist()
+    assert (corpus.components[0].tokenizer.kind, corpus.vocab_size, corpus.tokenizer()) == ("none", 201, None)
+    assert not out_dir.joinpath("source-0").exists()  # it is used where it lies
 
 
 def test_the_standard_library_is_prepared_the_same_each_time(tmp_path: Path) -> None:
@@ -155,32 +167,21 @@ def test_the_standard_library_is_prepared_the_same_each_time(tmp_path: Path) -> 
     assert total == first.source_bytes + documents
     assert documents > 300
     assert 0.02 < first.splits["held_out"].num_tokens / total < 0.12
-    text = first.decode(first.open_tokens("train")[:100_000])
+    text = text_of(first, "train")
     assert "import " in text
-    assert (first.open_tokens("train") == EOD).sum() == first.splits["train"].num_documents
+    assert (read(first, "train") == EOD).sum() == first.splits["train"].num_documents
 
 
-def test_what_the_manifest_says_is_what_the_files_hold(library: Path, out_dir: Path) -> None:
+def test_the_fact_sheet_says_what_the_sequences_hold(library: Path, out_dir: Path) -> None:
     corpus = prepare(library, out_dir, fraction=0.3)
-    manifest = json.loads((out_dir / "corpus.json").read_text())
-    assert set(manifest["splits"]) == {"train", "held_out"}
-    for split, facts in manifest["splits"].items():
-        raw = (out_dir / facts["file"]).read_bytes()
-        tokens = np.frombuffer(raw, manifest["dtype"])
-        assert facts["xxh3"] == xxhash.xxh3_64_hexdigest(raw)
-        assert facts["num_tokens"] == tokens.size
-        assert facts["max_token_id"] == tokens.max() == EOD
-        assert facts["num_documents"] == (tokens == EOD).sum()
-        assert np.array_equal(tokens, corpus.open_tokens(split))
     assert load_corpus(out_dir) == corpus
-    assert everything_below(out_dir) == {"corpus.json", "train.tokens", "held_out.tokens"}
-
-
-def test_text_survives_encode_and_decode(tmp_path: Path, out_dir: Path) -> None:
-    (tmp_path / "a").write_text("some text")
-    corpus = prepare(tmp_path / "a", out_dir)
-    assert corpus.decode(corpus.encode("Grüße, 世界")) == "Grüße, 世界"
-    assert corpus.decode([104, 105, EOD, 33, 0xC3, 300]) == "hi\n!\ufffd\ufffd"
+    facts = json.loads((out_dir / "corpus.json").read_text())["components"][0]
+    assert (facts["source"], facts["kind"], facts["path"]) == (str(library), "dataset", "source-0")
+    assert set(facts["files"]) == {"dataset.json", "shard-00000.tokens"}
+    for split in SPLITS:
+        tokens = read(corpus, split)
+        assert facts["splits"][split] == {"num_tokens": tokens.size, "num_documents": int((tokens == EOD).sum())}
+    assert everything_below(out_dir) == {"corpus.json", "source-0", *(f"source-0/{name}" for name in facts["files"])}
 
 
 def test_memory_does_not_grow_with_the_source(tmp_path: Path, out_dir: Path) -> None:
@@ -201,22 +202,23 @@ def test_memory_does_not_grow_with_the_source(tmp_path: Path, out_dir: Path) -> 
 
 def test_what_is_there_is_taken_even_if_the_source_has_changed(library: Path, out_dir: Path) -> None:
     first = prepare(library, out_dir, fraction=0.3)
-    before = {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in out_dir.iterdir()}
+    before = snapshot(out_dir)
     (library / "00.txt").write_text("something else entirely")
     assert prepare(library, out_dir, fraction=0.3) == first
     for path in library.rglob("*.txt"):
         path.unlink()
     assert prepare(library, out_dir, fraction=0.3) == first
-    assert {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in out_dir.iterdir()} == before
+    assert snapshot(out_dir) == before
 
 
-def test_what_a_killed_process_left_is_replaced(library: Path, out_dir: Path) -> None:
-    out_dir.mkdir(parents=True)
-    (out_dir / "train.tokens").write_bytes(b"whole but without a manifest")
-    (out_dir / ".held_out.tokens.partial").write_bytes(b"half")
-    corpus = prepare(library, out_dir, fraction=0.3)
-    assert load_corpus(out_dir) == corpus
-    assert everything_below(out_dir) == {"corpus.json", "train.tokens", "held_out.tokens"}
+def test_what_a_killed_process_left_is_replaced(library: Path, out_dir: Path, tmp_path: Path) -> None:
+    reference = prepare(library, tmp_path / "reference", fraction=0.3)
+    prepare(library, out_dir, fraction=0.3)
+    (out_dir / "corpus.json").unlink()
+    (out_dir / "source-0" / "dataset.json").unlink()
+    os.truncate(out_dir / "source-0" / "shard-00000.tokens", 100)
+    shutil.rmtree(out_dir / "source-0")
+    assert prepare(library, out_dir, fraction=0.3).to_json() == reference.to_json()
 
 
 @pytest.mark.parametrize("change", [{"source": "stdlib"}, {"fraction": 0.1}])
@@ -225,16 +227,8 @@ def test_another_source_does_not_replace_the_tokens_of_a_run(
 ) -> None:
     prepare(library, out_dir, fraction=0.3)
     before = (out_dir / "corpus.json").read_bytes()
-    refused(lambda: prepare(**({"source": library, "out_dir": out_dir, "fraction": 0.3} | change)), "another source")
+    refused(lambda: prepare(**({"source": library, "out_dir": out_dir, "fraction": 0.3} | change)), "another job")
     assert (out_dir / "corpus.json").read_bytes() == before
-
-
-def _truncate(out_dir: Path) -> None:
-    os.truncate(out_dir / "train.tokens", 10)
-
-
-def _remove(out_dir: Path) -> None:
-    (out_dir / "held_out.tokens").unlink()
 
 
 def _garble(out_dir: Path) -> None:
@@ -245,8 +239,12 @@ def _other_release(out_dir: Path) -> None:
     (out_dir / "corpus.json").write_text('{"format": 99}')
 
 
-@pytest.mark.parametrize("damage", [_truncate, _remove, _garble, _other_release])
-def test_damaged_tokens_are_refused(library: Path, out_dir: Path, damage: Callable[[Path], None]) -> None:
+def _other_fields(out_dir: Path) -> None:
+    (out_dir / "corpus.json").write_text('{"format": 2, "wanted": {}, "components": [{"path": 3}], "user": null}')
+
+
+@pytest.mark.parametrize("damage", [_garble, _other_release, _other_fields])
+def test_a_damaged_fact_sheet_is_refused(library: Path, out_dir: Path, damage: Callable[[Path], None]) -> None:
     prepare(library, out_dir, fraction=0.3)
     damage(out_dir)
     refused(lambda: prepare(library, out_dir, fraction=0.3), "cannot be used", "remove that folder")
@@ -257,12 +255,174 @@ def test_loading_what_was_never_prepared_is_refused(out_dir: Path) -> None:
     refused(lambda: load_corpus(out_dir), "corpus.json", "No such file")
 
 
+def _truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 9)
+
+
+def _empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+@pytest.mark.parametrize("damage", [_truncate, _empty, Path.unlink])
+def test_a_damaged_copy_of_the_text_is_refused_by_its_name(
+    library: Path, out_dir: Path, damage: Callable[[Path], None]
+) -> None:
+    corpus = prepare(library, out_dir, fraction=0.3)
+    damage(out_dir / "source-0" / "shard-00000.tokens")
+    refused(lambda: corpus.sequences("train"), "shard-00000.tokens", "changed since the run began")
+    refused(lambda: prepare(library, out_dir, fraction=0.3), "shard-00000.tokens")
+
+
+# Shards, used where they lie
+
+
+@pytest.fixture
+def shards(library: Path, tmp_path: Path) -> Path:
+    build_dataset([str(library)], tmp_path / "shards", shard_bytes=200)
+    return tmp_path / "shards"
+
+
+def flip_a_bit(path: Path, at: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 4]))
+
+
+def test_shards_hold_the_same_split_as_the_text_they_were_made_of(
+    library: Path, shards: Path, out_dir: Path, tmp_path: Path
+) -> None:
+    text, built = prepare(library, tmp_path / "text", fraction=0.3), prepare(shards, out_dir, fraction=0.3)
+    assert len(built.components[0].files) > 3
+    assert everything_below(out_dir) == {"corpus.json"}
+    for split in SPLITS:
+        assert np.array_equal(read(built, split), read(text, split))
+        assert built.splits[split] == text.splits[split]
+    assert verify_corpus(built) == []
+
+
+def test_a_flipped_bit_is_named_by_shard_and_offset(shards: Path, out_dir: Path) -> None:
+    corpus = prepare(shards, out_dir)
+    flip_a_bit(shards / "shard-00001.tokens", 4096 + 20)
+    refused(lambda: verify_corpus(corpus), "shard-00001.tokens", "bytes 4096", "tokens 0 to")
+    refused(lambda: verify_corpus(corpus, is_new=True), "shard-00001.tokens")  # who wrote them is long gone
+
+
+def test_shards_without_their_dataset_json_are_no_text(shards: Path, out_dir: Path) -> None:
+    (shards / "dataset.json").unlink()
+    (shards / "notes.txt").write_text("what else lies there is not trained on by mistake")
+    refused_without_trace(shards, out_dir, "no finished dataset", "dataset.json")
+
+
+def test_what_is_too_much_to_read_is_said_to_be_unverified(
+    shards: Path, out_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = prepare(shards, out_dir)
+    flip_a_bit(shards / "shard-00001.tokens", 4096 + 20)
+    monkeypatch.setattr(room, "VERIFIED_BYTES", 1000)
+    (said,) = verify_corpus(corpus)
+    assert "phalanx data verify" in said
+
+
+def test_shards_that_were_built_again_since_the_run_began(library: Path, shards: Path, out_dir: Path) -> None:
+    corpus = prepare(shards, out_dir)
+    shutil.rmtree(shards)
+    (library / "39.txt").write_text("one more document")
+    build_dataset([str(library)], shards, shard_bytes=200)
+    for act in (lambda: corpus.sequences("train"), lambda: prepare(shards, out_dir)):
+        refused(act, "the corpus has changed since the run began", "shards/shard-0000")
+
+
+def test_token_ids_that_changed_since_the_run_began(tmp_path: Path, out_dir: Path) -> None:
+    np.save(tmp_path / "ids.npy", np.arange(1_000))
+    corpus = prepare(tmp_path / "ids.npy", out_dir)
+    np.save(tmp_path / "ids.npy", np.arange(1_000)[::-1])
+    corpus.sequences("train")  # the size is the same
+    refused(lambda: verify_corpus(corpus), "ids.npy", "changed since the run began", "checksum")
+    np.save(tmp_path / "ids.npy", np.arange(900))
+    refused(lambda: corpus.sequences("train"), "ids.npy", "changed since the run began", "bytes")
+
+
+def test_shards_and_data_tokenizer_that_do_not_match(shards: Path, out_dir: Path, tmp_path: Path) -> None:
+    other = a_tokenizer(tmp_path / "other.json")
+    refused_without_trace(shards, out_dir, "is not the one of the shards", str(shards), tokenizer=str(other))
+
+
+def test_a_tokenizer_that_is_not_the_one_of_its_shards(library: Path, tmp_path: Path, out_dir: Path) -> None:
+    first, second = a_tokenizer(tmp_path / "first.json"), a_tokenizer(tmp_path / "second.json", extra="zebra")
+    build_dataset([str(library)], tmp_path / "shards", tokenizer=str(first))
+    shutil.copy(second, tmp_path / "shards" / "tokenizer.json")
+    refused_without_trace(tmp_path / "shards", out_dir, "tokenizer.json", "not the one of its shards")
+
+
+def test_a_tokenizer_that_changed_since_the_run_began(library: Path, tmp_path: Path, out_dir: Path) -> None:
+    build_dataset([str(library)], tmp_path / "shards", tokenizer=str(a_tokenizer(tmp_path / "first.json")))
+    prepare(tmp_path / "shards", out_dir)
+    a_tokenizer(tmp_path / "shards" / "tokenizer.json", extra="zebra")
+    refused(lambda: prepare(tmp_path / "shards", out_dir), "tokenizer.json", "not the one of its shards")
+
+
+def test_token_ids_can_be_given_a_tokenizer(tmp_path: Path, out_dir: Path) -> None:
+    tokenizer = a_tokenizer(tmp_path / "words.json")
+    np.save(tmp_path / "ids.npy", np.array([1, 2, 1, 2, 1, 2]))
+    corpus = prepare(tmp_path / "ids.npy", out_dir, tokenizer=str(tokenizer))
+    assert corpus.tokenizer().decode([1, 2]) == "document 1"
+    assert load_corpus(out_dir).tokenizer_digest == corpus.tokenizer().digest
+    a_tokenizer(tokenizer, extra="zebra")
+    refused(corpus.tokenizer, "changed since the run began", "words.json")
+    np.save(tmp_path / "more.npy", np.array([1, 2, 50, 1, 1, 1]))
+    refused_without_trace(tmp_path / "more.npy", tmp_path / "b", "token 50 does not fit", tokenizer=str(tokenizer))
+
+
+def a_tokenizer(path: Path, extra: str = "yak") -> Path:
+    """A tokenizer.json of a few words."""
+    vocabulary = {"[UNK]": 0, "document": 1, "1": 2, "2": 3, extra: 4}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(path))
+    return path
+
+
+# Mixtures
+
+
+def mixture(*sources: Path | str) -> tuple[Source, ...]:
+    return tuple(Source(source=str(source), weight=number + 1) for number, source in enumerate(sources))
+
+
+def test_a_mixture_has_components_with_splits_of_their_own(
+    library: Path, shards: Path, tmp_path: Path, out_dir: Path
+) -> None:
+    data = Data(mixture=mixture(library, shards), held_out_fraction=0.3, seq_len=4)
+    corpus = prepare_corpus(data, out_dir, vocab_size=None)
+    assert [(c.weight, c.kind, c.path) for c in corpus.components] == [
+        (1, "dataset", "source-0"),
+        (2, "dataset", str(shards)),
+    ]
+    alone = prepare(library, tmp_path / "alone", fraction=0.3)
+    for split in SPLITS:
+        assert [sequence[:].tolist() for sequence in corpus.sequences(split)] == [read(alone, split).tolist()] * 2
+        assert corpus.splits[split].num_tokens == 2 * alone.splits[split].num_tokens
+    assert corpus.names == [str(library), str(shards)]
+    assert load_corpus(out_dir) == corpus
+
+
+def test_a_mixture_of_two_tokenizers_is_refused(library: Path, tmp_path: Path, out_dir: Path) -> None:
+    build_dataset([str(library)], tmp_path / "words", tokenizer=str(a_tokenizer(tmp_path / "words.json")))
+    np.save(tmp_path / "ids.npy", np.arange(1_000))
+    for other in (tmp_path / "words", tmp_path / "ids.npy"):
+        data = Data(mixture=mixture(library, other), seq_len=4)
+        refused(lambda data=data: prepare_corpus(data, out_dir, vocab_size=None), "one tokenizer", str(other))
+        assert not out_dir.exists()
+
+
 def test_tokens_that_are_there_are_checked_against_the_model_of_today(library: Path, tmp_path: Path) -> None:
     prepare(library, tmp_path / "text")
     refused(lambda: prepare(library, tmp_path / "text", seq_len=10_000), "not enough tokens", "10001 needed")
     np.save(tmp_path / "ids.npy", np.array([1, 2, 3, 9, 2, 1]))
     prepare(tmp_path / "ids.npy", tmp_path / "ids")
-    refused(lambda: prepare(tmp_path / "ids.npy", tmp_path / "ids", vocab_size=9), "train.tokens: token 3", "token 9")
+    refused(lambda: prepare(tmp_path / "ids.npy", tmp_path / "ids", vocab_size=9), "ids.npy: token 3", "token 9")
 
 
 # Refusals
@@ -287,7 +447,6 @@ def refused_without_trace(source: Path | str, out_dir: Path, *said: str, **optio
     ("source", "said"),
     [
         ("nowhere.txt", "no such file or folder"),
-        ("", "no such file or folder"),
         ("nowhere/*.txt", "no file matches"),
         ("*.npy", "no file matches"),
         ("ids.npy", "no such file or folder"),
@@ -350,18 +509,6 @@ def test_an_unreadable_file(tmp_path: Path, out_dir: Path) -> None:
     refused_without_trace(folder, out_dir, "cannot be read (Input/output error)", "link.txt")
 
 
-def test_a_file_that_fails_while_it_is_read(library: Path, out_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import phalanx.data.token_stream as room
-
-    def vanish(document: object) -> object:
-        (library / "20.txt").unlink(missing_ok=True)
-        return read(document)
-
-    read = room.read_tokens
-    monkeypatch.setattr(room, "read_tokens", vanish)
-    refused_without_trace(library, out_dir, "20.txt", "cannot be read")
-
-
 def test_something_that_is_not_a_regular_file(tmp_path: Path, out_dir: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     refused_without_trace(tmp_path / "pipe", out_dir, "not a regular file")
@@ -374,9 +521,9 @@ def test_something_that_is_not_a_regular_file(tmp_path: Path, out_dir: Path) -> 
         (np.zeros((), np.int32), "0-D"),
         (np.zeros(9), "1-D float64"),
         (np.zeros(9, bool), "1-D bool"),
-        (np.array([1, 2, -7, 3]), "index 2: token id -7 is negative"),
-        (np.array([1, 2, 2**32, 3]), "index 2: token 4294967296"),
-        (np.array([1, 2, 2**64 - 1], np.uint64), "index 2"),
+        (np.array([1, 2, -7, 3]), "token 2: token id -7 is negative"),
+        (np.array([1, 2, 2**32, 3]), "token 2: token 4294967296"),
+        (np.array([1, 2, 2**64 - 1], np.uint64), "token 2"),
         (np.array(["a", 1], object), "not a readable .npy file"),
     ],
 )
@@ -392,65 +539,35 @@ def test_a_damaged_npy(tmp_path: Path, out_dir: Path, length: int) -> None:
     refused_without_trace(tmp_path / "ids.npy", out_dir, "not a readable .npy file")
 
 
-def test_tokens_beyond_the_models_vocabulary(tmp_path: Path, out_dir: Path) -> None:
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    (folder / "a.txt").write_bytes(b"plain\n" * 400_000)  # the offset counts through chunks
-    (folder / "b.txt").write_text("naïve")
-    refused_without_trace(folder, out_dir, "a.txt: byte 2400000", "token 256 (the end of a document)", vocab_size=256)
-    refused_without_trace(folder / "b.txt", out_dir, "b.txt: byte 2", "token 195 does not fit", vocab_size=128)
+def test_tokens_beyond_the_models_vocabulary(tmp_path: Path, library: Path, shards: Path, out_dir: Path) -> None:
+    refused_without_trace(library, out_dir, "token 256 does not fit", "the end of a document", vocab_size=256)
+    refused_without_trace(shards, out_dir, "shard-00000.tokens: token 11", "token 256", vocab_size=256)
     ids = np.zeros(2_000_000, np.uint16)
     ids[1_500_000] = 50
     np.save(tmp_path / "ids.npy", ids)
-    refused_without_trace(tmp_path / "ids.npy", out_dir, "index 1500000: token 50", "vocabulary of 50", vocab_size=50)
+    refused_without_trace(tmp_path / "ids.npy", out_dir, "token 1500000: token 50", "vocabulary of 50", vocab_size=50)
     assert prepare(tmp_path / "ids.npy", out_dir, vocab_size=51).vocab_size == 51
+
+
+def test_documents_of_an_array_cannot_be_masked(tmp_path: Path, out_dir: Path) -> None:
+    np.save(tmp_path / "ids.npy", np.arange(100))
+    refused_without_trace(tmp_path / "ids.npy", out_dir, "needs documents", "ids.npy", document_masks=True)
 
 
 # The place it is written to
 
 
-def _full_disk(self: TokenWriter, tokens: object) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def test_a_full_disk_leaves_nothing(library: Path, out_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TokenWriter, "write", _full_disk)
-    with pytest.raises(ResourceError, match="no space left while writing the token files"):
-        prepare(library, out_dir)
-    assert not out_dir.exists()
-    out_dir.mkdir()
-    (out_dir / "someone.else").touch()
-    with pytest.raises(ResourceError):
-        prepare(library, out_dir)
-    assert everything_below(out_dir) == {"someone.else"}
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_disk_that_is_really_full(library: Path, out_dir: Path) -> None:
-    out_dir.mkdir(parents=True)
-    (out_dir / ".train.tokens.partial").symlink_to("/dev/full")
-    with pytest.raises(ResourceError, match="no space left"):
-        prepare(library, out_dir)
-    assert everything_below(out_dir) == set()
-
-
-def test_an_interruption_leaves_nothing(library: Path, out_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(self: TokenWriter) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(TokenWriter, "commit", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        prepare(library, out_dir)
-    assert not out_dir.exists()
-
-
 def test_a_place_that_cannot_be_written(library: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(PhalanxError) as caught:
+    with pytest.raises(ResourceError, match="preparing the data"):
         prepare(library, tmp_path / "file" / "data")
-    assert caught.value.exit_code is ExitCode.RESOURCES
 
 
-def test_preparing_does_not_import_torch() -> None:
-    code = "import sys, phalanx.data.corpus, phalanx.data.order, phalanx.data.ngram; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+def test_a_failure_leaves_nothing(library: Path, out_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path, value: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(phalanx.data.prepare, "write_json_atomic", fail)
+    with pytest.raises(ResourceError, match="no space left while writing what the data is"):
+        prepare(library, out_dir)
+    assert not out_dir.exists()

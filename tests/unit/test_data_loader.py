@@ -11,9 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from phalanx.data.corpus import Corpus, prepare_corpus
-from phalanx.data.loader import IGNORE_INDEX, Batch, HeldOutBatches, TrainBatches
+from phalanx.core.batch import IGNORE_INDEX
+from phalanx.core.digest import stable_hash64
+from phalanx.data.corpus import Corpus
+from phalanx.data.loader import Batch, HeldOutBatches, Share, TrainBatches, held_out_batches
 from phalanx.data.order import SampleOrder
+from phalanx.data.prepare import prepare_corpus
+from phalanx.data.samples import Arrays, SampleSpec, TokenSamples, Windows, open_samples
+from phalanx.job.schema import Data, Source
 
 SEQ_LEN = 8
 
@@ -21,7 +26,8 @@ SEQ_LEN = 8
 def corpus_of(folder: Path, num_tokens: int, held_out_fraction: float) -> Corpus:
     """Every token is its own position, so that a batch says what it read."""
     np.save(folder / "ids.npy", np.arange(num_tokens))
-    return prepare_corpus(str(folder / "ids.npy"), held_out_fraction, folder / "data", seq_len=SEQ_LEN, vocab_size=None)
+    data = Data(source=str(folder / "ids.npy"), held_out_fraction=held_out_fraction, seq_len=SEQ_LEN)
+    return prepare_corpus(data, folder / "data", vocab_size=None)
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +40,17 @@ def open_batches(corpus: Corpus) -> Iterator[object]:
     opened: list[TrainBatches] = []
 
     def open_one(micro: int = 2, dp: int = 1, rank: int = 0, prefetch: bool = False, seed: int = 3) -> TrainBatches:
-        opened.append(TrainBatches(corpus, SEQ_LEN, seed, 12, micro, dp, rank, prefetch=prefetch))
+        spec = SampleSpec(str(corpus.directory), SEQ_LEN, seed)
+        opened.append(TrainBatches(spec, Share(12, micro, dp, rank), prefetch=prefetch))
         return opened[-1]
 
     yield open_one
     for batches in opened:
         batches.close()
+
+
+def held_out_of(corpus: Corpus, micro: int, dp: int, rank: int, max_tokens: int | None = None) -> HeldOutBatches:
+    return HeldOutBatches(corpus.sequences("held_out")[0], Windows(SEQ_LEN), micro, dp, rank, max_tokens)
 
 
 def rows(microbatches: list[Batch]) -> list[list[int]]:
@@ -78,9 +89,20 @@ def test_the_union_over_ranks_is_what_one_rank_reads_in_order(open_batches, micr
         assert together == rows(open_batches(12).step_microbatches(step))
 
 
-def test_the_cursor_counts_samples_of_all_ranks(open_batches) -> None:
-    assert [open_batches(2, 3, 1).cursor(step) for step in (1, 2, 11)] == [0, 12, 120]
-    assert open_batches(2, 3, 1).sample_indices(2).tolist() == [[14, 15], [20, 21]]
+def test_the_cursor_counts_samples_of_all_ranks() -> None:
+    share = Share(12, 2, 3, 1)
+    assert [share.cursor(step) for step in (1, 2, 11)] == [0, 12, 120]
+    assert share.sample_indices(2).tolist() == [[14, 15], [20, 21]]
+
+
+def test_another_batch_size_and_number_of_ranks_go_on_where_the_samples_ended() -> None:
+    """Two ranks with batches of 8 for five steps, then four ranks with batches of 12: each sample once, in order."""
+    before = [Share(8, 2, 2, rank) for rank in range(2)]
+    after = [Share(12, 3, 4, rank, done_steps=5, done_samples=40) for rank in range(4)]
+    steps = [[share.sample_indices(step) for share in before] for step in range(1, 6)]
+    steps += [[share.sample_indices(step) for share in after] for step in range(6, 11)]
+    seen = [sorted(np.concatenate([part.ravel() for part in parts]).tolist()) for parts in steps]
+    assert [number for step in seen for number in step] == list(range(5 * 8 + 5 * 12))
 
 
 @pytest.mark.parametrize("prefetch", [False, True])
@@ -100,15 +122,15 @@ def test_prefetched_batches_are_those_built_directly_also_after_jumps(open_batch
 def test_the_next_step_is_built_while_this_one_is_used(open_batches, monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[int] = []
     second_built = threading.Event()
-    build = TrainBatches._build
+    take = TokenSamples.take
 
-    def watch(self: TrainBatches, step: int) -> list[Batch]:
-        built.append(step)
-        if step == 2:
+    def watch(self: TokenSamples, indices: np.ndarray) -> Arrays:
+        built.append(int(indices[0]) // 12 + 1)
+        if built[-1] == 2:
             second_built.set()
-        return build(self, step)
+        return take(self, indices)
 
-    monkeypatch.setattr(TrainBatches, "_build", watch)
+    monkeypatch.setattr(TokenSamples, "take", watch)
     batches = open_batches(prefetch=True)
     batches.step_microbatches(1)
     assert second_built.wait(10)
@@ -118,14 +140,14 @@ def test_the_next_step_is_built_while_this_one_is_used(open_batches, monkeypatch
 def test_an_error_while_prefetching_is_raised_where_its_step_is_asked_for(
     open_batches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build = TrainBatches._build
+    take = TokenSamples.take
 
-    def fail(self: TrainBatches, step: int) -> list[Batch]:
-        if step == 3:
+    def fail(self: TokenSamples, indices: np.ndarray) -> Arrays:
+        if indices[0] == 24:
             raise OSError("the disk is gone")
-        return build(self, step)
+        return take(self, indices)
 
-    monkeypatch.setattr(TrainBatches, "_build", fail)
+    monkeypatch.setattr(TokenSamples, "take", fail)
     batches = open_batches(prefetch=True)
     batches.step_microbatches(1)
     batches.step_microbatches(2)
@@ -151,7 +173,7 @@ def test_seeds_give_other_samples(open_batches) -> None:
 def test_every_held_out_token_but_the_first_is_predicted_once(tmp_path: Path, num_held_out: int) -> None:
     corpus = corpus_of(tmp_path, 300, num_held_out / 300)
     for dp, micro, max_tokens in itertools.product((1, 2, 3), (1, 2, 5), (None, 0, 1, 8, 50)):
-        ranks = [HeldOutBatches(corpus, SEQ_LEN, micro, dp, rank, max_tokens) for rank in range(dp)]
+        ranks = [held_out_of(corpus, micro, dp, rank, max_tokens) for rank in range(dp)]
         batches = [list(rank) for rank in ranks]
         assert {len(each) for each in batches} == {len(ranks[0])}  # or an all-reduce would wait for ever
         predicted: list[int] = []
@@ -168,11 +190,122 @@ def test_every_held_out_token_but_the_first_is_predicted_once(tmp_path: Path, nu
 
 
 def test_held_out_windows_are_in_order_and_dealt_to_the_ranks(corpus: Corpus) -> None:
-    starts = [[row[0] for row in rows(list(HeldOutBatches(corpus, SEQ_LEN, 2, 2, rank)))] for rank in (0, 1)]
+    starts = [[row[0] for row in rows(list(held_out_of(corpus, 2, 2, rank)))] for rank in (0, 1)]
     assert starts[0][:3] == [900, 916, 932]
     assert starts[1][:3] == [908, 924, 940]
 
 
 def test_no_held_out_tokens_are_no_batches(tmp_path: Path) -> None:
-    batches = HeldOutBatches(corpus_of(tmp_path, 100, 0.0), SEQ_LEN, 2, 2, 0)
+    batches = held_out_of(corpus_of(tmp_path, 100, 0.0), 2, 2, 0)
     assert (list(batches), len(batches), batches.num_targets) == ([], 0, 0)
+
+
+# Documents
+
+
+EOD = 256
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """Sixty documents of one to thirteen bytes; each byte says the document."""
+    folder = tmp_path_factory.mktemp("documents")
+    (folder / "texts").mkdir()
+    for number in range(60):
+        (folder / "texts" / f"{number:02d}.txt").write_bytes(bytes([number]) * (number % 13 + 1))
+    data = Data(source=str(folder / "texts"), held_out_fraction=0.4, seq_len=SEQ_LEN)
+    return prepare_corpus(data, folder / "data", vocab_size=None)
+
+
+def check_places(arrays: Arrays) -> None:
+    """Ids step where an end of a document was the input before, from 0 on, and positions restart there."""
+    for inputs, ids, positions in zip(arrays["inputs"], arrays["document_ids"], arrays["positions"], strict=True):
+        document, position = 0, 0
+        for at in range(len(inputs)):
+            assert (ids[at], positions[at]) == (document, position)
+            ended = inputs[at] == EOD
+            document, position = document + int(ended), 0 if ended else position + 1
+
+
+def test_masks_number_the_documents_of_a_sample_and_restart_positions(documents: Corpus) -> None:
+    plain = open_samples(documents, SEQ_LEN, seed=3).take(np.arange(200))
+    masked = open_samples(documents, SEQ_LEN, seed=3, document_masks=True).take(np.arange(200))
+    assert set(masked) == {*plain, "document_ids"}
+    assert np.array_equal(masked["inputs"], plain["inputs"])
+    assert np.array_equal(masked["targets"], plain["targets"])  # after the end of a document comes what begins one
+    assert masked["document_ids"].max() > 2
+    check_places(masked)
+
+
+def test_held_out_documents_are_masked_too(documents: Corpus) -> None:
+    ranks = [held_out_batches(documents, Share(4, 2, 2, rank), **EVERYTHING) for rank in (0, 1)]
+    for batch in itertools.chain(*(rank[""] for rank in ranks)):
+        real = [(batch["targets"][row] != IGNORE_INDEX).sum() for row in range(2)]
+        for row, num_real in enumerate(real):
+            check_places({name: tensor[row : row + 1, :num_real].numpy() for name, tensor in batch.items()})
+            assert not set(batch["document_ids"][row, num_real:].tolist()) & set(range(SEQ_LEN))
+
+
+EVERYTHING = {"seq_len": SEQ_LEN, "max_tokens": 10**6, "seed": 0, "document_masks": True}
+
+
+def test_where_no_token_marks_an_end_the_last_token_of_a_document_has_no_target(documents: Corpus) -> None:
+    (sequence,) = documents.sequences("train")
+    starts = np.arange(0, 160, SEQ_LEN)
+    marked = Windows(SEQ_LEN, document_masks=True).cut(sequence, starts)
+    unmarked = Windows(SEQ_LEN, document_masks=True, ends_are_marked=False).cut(sequence, starts)
+    assert np.array_equal(unmarked["targets"] == IGNORE_INDEX, marked["inputs"] == EOD)
+
+
+# Mixtures
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """Two sources whose tokens do not meet: 0 to 999, three of four samples, and 1,000 to 1,999."""
+    folder = tmp_path_factory.mktemp("mixed")
+    for number, name in enumerate("ab"):
+        np.save(folder / f"{name}.npy", np.arange(1_000) + number * 1_000)
+    sources = tuple(Source(source=str(folder / f"{name}.npy"), weight=w) for name, w in (("a", 3.0), ("b", 1.0)))
+    data = Data(mixture=sources, held_out_fraction=0.1, seq_len=SEQ_LEN)
+    return prepare_corpus(data, folder / "data", vocab_size=None)
+
+
+def test_samples_of_a_mixture_come_by_weight_each_source_in_an_order_of_its_own(mixed: Corpus) -> None:
+    starts = open_samples(mixed, SEQ_LEN, seed=3).take(np.arange(640))["inputs"][:, 0]
+    assert (starts < 1_000).sum() == 480
+    for number, mine in enumerate((starts[starts < 1_000], starts[starts >= 1_000] - 1_000)):
+        order = SampleOrder(900, SEQ_LEN, stable_hash64("source", 3, number))
+        assert len(mine) > order.samples_per_epoch
+        assert sorted(mine) == sorted(order.starts(np.arange(len(mine))))
+
+
+def test_a_mixture_is_the_same_at_any_number_of_ranks(mixed: Corpus) -> None:
+    spec = SampleSpec(str(mixed.directory), SEQ_LEN, 3)
+    alone = TrainBatches(spec, Share(12, 12), prefetch=False)
+    ranks = [TrainBatches(spec, Share(12, 2, 3, rank), prefetch=False) for rank in range(3)]
+    for step in (1, 30):
+        parts = zip(*(rank.step_microbatches(step) for rank in ranks), strict=True)
+        assert [row for part in parts for row in rows(list(part))] == rows(alone.step_microbatches(step))
+
+
+def test_a_mixture_is_evaluated_by_source_with_tokens_by_weight(mixed: Corpus) -> None:
+    found = held_out_batches(mixed, Share(4, 4), seq_len=SEQ_LEN, max_tokens=100, seed=0)
+    assert list(found) == mixed.names
+    assert [batches.num_targets for batches in found.values()] == [75, 25]
+
+
+# Records
+
+
+def test_a_record_names_what_was_read_and_is_told_once(corpus: Corpus) -> None:
+    share = Share(12, 2, 3, 1, done_steps=4, done_samples=100)
+    batches = TrainBatches(SampleSpec(str(corpus.directory), SEQ_LEN, 3), share, prefetch=False, keep_record=True)
+    first, again = batches.step_microbatches(5), batches.step_microbatches(5)
+    assert same(first, again)
+    (event,) = batches.record(5)
+    assert (event.step, event.data_parallel_rank, event.ranges) == (5, 1, [102, 104, 108, 110])
+    assert batches.record(5) == batches.record(6) == []
+    batches.step_microbatches(6)
+    assert batches.record(6)[0].xxh3 != event.xxh3
+    assert TrainBatches(SampleSpec(str(corpus.directory), SEQ_LEN, 3), share, prefetch=False).record(5) == []

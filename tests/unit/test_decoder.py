@@ -9,10 +9,12 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from models import SEQ_LEN, VOCAB, decoder, shape
+from models import SEQ_LEN, VOCAB, decoder, fill, shape
 from phalanx.job.shape import ModelShape
-from phalanx.nn.models.decoder import AttentionCore, Decoder, rotary_table, rotate
+from phalanx.mesh.logical import module_shards
+from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import CausalOutput, causal_cross_entropy
+from phalanx.nn.rotary import rotary_table, rotate
 
 
 def logits(module: Decoder, tokens: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
@@ -68,28 +70,17 @@ def test_grouped_heads_equal_repeated_key_and_value_heads(tokens: torch.Tensor) 
     torch.testing.assert_close(logits(full, tokens), logits(grouped, tokens), rtol=1e-12, atol=1e-12)
 
 
-def test_attention_equals_the_formula() -> None:
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, 3, 5, 4, generator=generator, dtype=torch.float64) for _ in range(3))
-    scores = (q @ k.transpose(-1, -2)) / 4**0.5
-    wanted = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf).softmax(-1) @ v
-    found = AttentionCore()(q, k, v, torch.arange(5).expand(2, 5))
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-
-
 def test_rotation_depends_on_the_difference_of_positions_only() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, 1, 1, 8, generator=generator, dtype=torch.float64) for _ in range(2))
 
     def score(at_q: int, at_k: int) -> float:
-        tables = [rotary_table(torch.tensor([[at]]), 8, 10000.0, torch.float64) for at in (at_q, at_k)]
+        tables = [rotary_table(torch.tensor([[at]]), shape(), torch.float64) for at in (at_q, at_k)]
         return (rotate(q, tables[0]) * rotate(k, tables[1])).sum().item()
 
     assert score(7, 3) == pytest.approx(score(104, 100), rel=1e-12)
     assert score(7, 3) != pytest.approx(score(7, 4), rel=1e-3)
-    assert rotate(q, rotary_table(torch.tensor([[9]]), 8, 10000.0, torch.float64)).norm() == pytest.approx(
-        q.norm().item()
-    )
+    assert rotate(q, rotary_table(torch.tensor([[9]]), shape(), torch.float64)).norm() == pytest.approx(q.norm().item())
 
 
 def test_shifting_all_positions_changes_nothing(tokens: torch.Tensor) -> None:
@@ -101,14 +92,34 @@ def test_shifting_all_positions_changes_nothing(tokens: torch.Tensor) -> None:
     assert (stretched - shifted).abs().max() > 1e-3
 
 
-SHAPES = [
-    shape(tied=True),
-    shape(tied=False, num_kv_heads=4, num_layers=3),
-    ModelShape(1, 24, 2, 1, 12, 64, 50, tie_embeddings=False),
-]
+SHAPES = {
+    "tied": shape(tied=True),
+    "untied": shape(tied=False, num_kv_heads=4, num_layers=3),
+    "narrow": ModelShape(1, 24, 2, 1, 12, 64, 50, tie_embeddings=False),
+    "gpt2": replace(
+        shape(num_kv_heads=4),
+        activation="gelu_tanh",
+        norm="layernorm",
+        bias="all",
+        positions="learned",
+        max_positions=16,
+    ),
+    "qwen2": replace(shape(), bias="qkv"),
+    "qwen3": replace(shape(), qk_norm=True, head_dim=12),
+    "gemma3": replace(
+        shape(num_layers=4),
+        activation="geglu_tanh",
+        norm_plus_one=True,
+        post_norms=True,
+        qk_norm=True,
+        scale_embeddings=True,
+        sliding_window=5,
+        global_every=2,
+    ),
+}
 
 
-@pytest.mark.parametrize("a_shape", SHAPES)
+@pytest.mark.parametrize("a_shape", SHAPES.values(), ids=SHAPES)
 def test_parameters_are_those_of_the_shape(a_shape: ModelShape) -> None:
     with torch.device("meta"):
         module = Decoder(a_shape)
@@ -116,10 +127,10 @@ def test_parameters_are_those_of_the_shape(a_shape: ModelShape) -> None:
     assert sum(p.numel() for p in module.blocks[0].parameters()) == a_shape.block_params
 
 
-@pytest.mark.parametrize("a_shape", SHAPES)
+@pytest.mark.parametrize("a_shape", SHAPES.values(), ids=SHAPES)
 def test_flops_are_those_torch_counts(a_shape: ModelShape) -> None:
-    """Against torch.utils.flop_counter of a forward. Matrix products are equal; torch counts attention over all T x T
-    pairs, ModelShape the T (T + 1) / 2 that a causal mask keeps.
+    """Against torch.utils.flop_counter of a forward. Matrix products are equal; of attention torch counts all T x T
+    pairs, ModelShape those that the mask of each block keeps.
     """
     module, seq_len = Decoder(replace(a_shape)), 16
     for parameter in module.parameters():
@@ -130,14 +141,47 @@ def test_flops_are_those_torch_counts(a_shape: ModelShape) -> None:
         batch = {"targets": torch.zeros(1, seq_len, dtype=torch.long)}
         causal_cross_entropy(seq_len)(outputs, batch)
     counts = {str(operation): count for operation, count in counter.get_flop_counts()["Global"].items()}
-    wanted = a_shape.flops_per_token(seq_len)
-    assert counts["aten.mm"] == seq_len * wanted["matmul"]
-    assert counts["aten.bmm"] * (seq_len + 1) == seq_len * wanted["attention"] * 2 * seq_len
+    wanted = a_shape.flops_per_sample(seq_len)
+    assert counts.get("aten.mm", 0) + counts.get("aten.addmm", 0) == wanted["matmul"]
+    # Of all pairs that torch counts, the mask keeps these.
+    pairs = [causal_pairs(seq_len, a_shape.sliding_window * a_shape.is_local(n)) for n in range(a_shape.num_layers)]
+    assert counts["aten.bmm"] * sum(pairs) == wanted["attention"] * a_shape.num_layers * seq_len**2
     assert wanted["training"] == 3 * (wanted["matmul"] + wanted["attention"])
 
 
-def test_bf16_runs_and_keeps_its_type(tokens: torch.Tensor) -> None:
-    module = decoder(tied=True, dtype=torch.float32)
+def causal_pairs(tokens: int, window: int) -> int:
+    return sum(1 for i in range(tokens) for j in range(i + 1) if not window or i - j < window)
+
+
+def test_a_window_is_not_seen_in_what_blocks_without_it_compute(tokens: torch.Tensor) -> None:
+    """With every block global, a window changes nothing, to the last bit."""
+    plain, windowed = Decoder(shape()), Decoder(replace(shape(), sliding_window=2, global_every=1))
+    fill(plain)
+    windowed.load_state_dict(plain.state_dict())
+    assert torch.equal(logits(plain, tokens), logits(windowed, tokens))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3", "gemma3"])
+@torch.no_grad()
+def test_initial_norms_are_the_identity_and_biases_zero(name: str) -> None:
+    module = Decoder(SHAPES[name])
+    module.initialize(module_shards(module, replica=0, num_replicas=1)[0], 0)
+    for key, parameter in module.named_parameters():
+        if key.endswith(".bias"):
+            assert not parameter.any()
+        elif "norm." in key:
+            assert (parameter == (0 if SHAPES[name].norm_plus_one else 1)).all()
+    residual = 0.02 / (2 * SHAPES[name].num_layers) ** 0.5
+    assert module.blocks[0].attention.o.weight.std().item() == pytest.approx(residual, rel=0.1)
+    assert module.embed.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    if module.embed_positions is not None:
+        assert module.embed_positions.weight.std().item() == pytest.approx(0.02, rel=0.1)
+
+
+@pytest.mark.parametrize("a_shape", SHAPES.values(), ids=SHAPES)
+def test_bf16_runs_and_keeps_its_type(a_shape: ModelShape) -> None:
+    module, tokens = Decoder(a_shape), torch.randint(VOCAB, (2, SEQ_LEN), generator=torch.Generator().manual_seed(0))
+    fill(module)
     with torch.autocast("cpu", torch.bfloat16):
         hidden = module(tokens).hidden_BTD
     assert hidden.dtype == torch.bfloat16

@@ -17,6 +17,14 @@ def test_reference_is_what_the_code_says() -> None:
     assert (ROOT / "docs" / "reference.md").read_text(encoding="utf-8") == generated, "run make docs"
 
 
+def test_code_on_the_page_about_own_code_is_that_of_the_examples() -> None:
+    """Which tests run. Every block that names a file is the file's, or a region of it."""
+    page = (ROOT / "docs" / "own-code.md").read_text(encoding="utf-8")
+    with_examples = runpy.run_path(str(ROOT / "docs" / "generate.py"))["with_examples"]
+    assert page.count("<!-- from examples/") >= 5
+    assert with_examples(page) == page, "run make docs"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_point_at_files(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8"))

@@ -25,6 +25,9 @@ def problems(*overrides: str, path: str | None = None) -> list[str]:
     return []
 
 
+VIT = "model.kind=vit data.source=my.data:images"
+
+
 def test_the_defaults_agree():
     every_key = {f"{section}.{key}" for section, keys in sections().items() for key in keys}
     assert run_checks(Job(), every_key, set()) == []
@@ -44,6 +47,50 @@ def test_checks_read_keys_that_exist():
         ("model.dim=132 model.num_heads=4", "model.num_heads: dim 132 over 4 heads makes heads of 33, and rotary"),
         ("model.num_kv_heads=3", "model.num_kv_heads: 3 key and value heads do not divide the 4 query heads"),
         ("model.num_kv_heads=8", "model.num_kv_heads: 8 key and value heads do not divide the 4 query heads"),
+        ("model.head_dim=33", "model.head_dim: rotary positions need an even width; try 34"),
+        ("model.preset=llama3-8", "model.preset: unknown preset 'llama3-8'; did you mean \"llama3-8b\"?"),
+        ("model.preset=zzz", "model.preset: unknown preset 'zzz'; docs/models.md"),
+        ("model.kind=vit model.preset=gpt2", "model.preset: the preset gpt2 is a decoder, not a vit"),
+        (
+            "model.preset=llama3-8b model.num_kv_heads=5",
+            "model.num_kv_heads: 5 key and value heads do not divide the 32",
+        ),
+        ("model.image_size=32", "model.image_size: image_size is not read by a decoder"),
+        (f"{VIT} model.rope_theta=3", "model.rope_theta: rope_theta is not read by a vit"),
+        (
+            f"{VIT} model.patch_size=5",
+            "model.patch_size: patches of 5 pixels do not fill an image of 32; nearest: 4 or 8",
+        ),
+        ("model.kind=a.b:c model.dim=64", "model.dim: dim is not read by your own model; put it in model.args"),
+        ("model.kind=a.b:c model.preset=gpt2", "model.preset: preset is not read by your own model"),
+        ("model.rope_factor=4", "model.rope_factor: rope_factor has no effect; set model.rope_scaling"),
+        ("model.max_positions=512", "model.max_positions: max_positions has no effect; set model.positions=learned"),
+        (
+            "model.preset=gpt2 model.rope_theta=9",
+            "model.rope_theta: rope_theta has no effect; set model.positions=rope",
+        ),
+        ("model.global_every=2", "model.global_every: global_every has no effect; set model.sliding_window"),
+        ("model.expert_ffn_dim=9", "model.expert_ffn_dim: expert_ffn_dim has no effect; set model.num_experts"),
+        ("model.preset=mixtral-8x7b model.ffn_dim=9", "model.ffn_dim: ffn_dim has no effect; set model.expert_ffn_dim"),
+        ("model.preset=deepseek-v3 model.head_dim=32", "model.head_dim: head_dim has no effect; leave it out: latent"),
+        ("model.rope_scaling=linear", "model.rope_scaling: linear scaling needs a factor above 1, and it is 1"),
+        (
+            "model.rope_scaling=yarn model.rope_factor=4",
+            "model.rope_factor: yarn scaling needs the length that the positions were made for",
+        ),
+        (
+            "model.preset=gpt2 data.seq_len=2000",
+            "data.seq_len: sequences of 2000 tokens, and the model has 1024 learned positions; data.seq_len at most",
+        ),
+        (
+            "model.num_experts=4 model.expert_ffn_dim=8 model.experts_per_token=5",
+            "model.experts_per_token: a token visits 5 of 4 experts; 1 to 4",
+        ),
+        ("model.num_experts=4 model.experts_per_token=2", "model.experts_per_token: experts need a width"),
+        (
+            "model.preset=deepseek-moe-16b model.num_layers=1",
+            "model.num_layers: 1 of 1 blocks have no experts; at most 0",
+        ),
         ("train.micro_batch_size=5", "train.micro_batch_size: micro-batches of 5 do not divide the global batch of 32"),
         ("parallel.ranks=5", "parallel.ranks: a global batch of 32 sequences cannot be shared evenly by 5 ranks"),
         (
@@ -94,7 +141,13 @@ def test_refused(overrides, line):
         "train.steps=3 optim.schedule=wsd",
         "optim.schedule=wsd optim.warmup_steps=200 optim.decay_fraction=0.8",
         "optim.decay_fraction=1 optim.schedule=cosine",
-        "model.kind=a.b:c model.args.width=3 model.num_heads=3",
+        "model.kind=a.b:c model.args.width=3 model.vocab_size=300",
+        "model.preset=gpt2 model.dim=96 model.num_layers=2",
+        "model.preset=gpt2 model.positions=rope model.rope_scaling=ntk model.rope_factor=2",
+        "model.preset=qwen2.5-7b model.bias=none model.sliding_window=0 model.rope_scaling=none",
+        "model.preset=mixtral-8x7b model.num_experts=4",
+        "model.head_dim=24 model.num_heads=3",
+        f"{VIT} model.pooling=mean model.num_classes=1000 model.qk_norm=true",
         "model.kind=a.b:Class.method model.objective=a:f",
         'resilience.inject=["kill:rank=1,step=7,phase=backward"] parallel.ranks=2',
     ],

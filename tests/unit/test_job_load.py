@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from phalanx.core.errors import ExitCode, JobError, Problem
 from phalanx.job.explain import sections
 from phalanx.job.load import load_job, load_job_json, origins
+from phalanx.job.model import shape_of
 from phalanx.job.schema import Job
 
 
@@ -203,6 +204,15 @@ def test_wrong_in_file(job_file, text, start, inside):
     line = only(job_file(f"# wärme is two bytes\n{text}\n"))
     assert line.startswith(f"job.toml:{start}")
     assert inside in line
+
+
+def test_the_word_none_is_a_choice_where_it_is_one():
+    """Elsewhere it stands for an absent key. Both survive a run's own job.json."""
+    job = load_job(None, ["model.preset=qwen2.5-7b", "model.bias=none", "model.rope_theta=none"])
+    assert (job.model.bias, job.model.rope_theta) == ("none", None)
+    assert shape_of(job, 1).bias == "none"
+    assert shape_of(load_job(None, ["model.preset=qwen2.5-7b"]), 1).bias == "qkv"
+    assert Job.model_validate_json(json.dumps(job.to_json())) == job
 
 
 def test_columns_count_characters(job_file):

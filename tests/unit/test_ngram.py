@@ -10,10 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from phalanx.core.batch import IGNORE_INDEX
 from phalanx.data import ngram
-from phalanx.data.corpus import prepare_corpus
-from phalanx.data.loader import IGNORE_INDEX, HeldOutBatches
+from phalanx.data.loader import HeldOutBatches
 from phalanx.data.ngram import fit_and_score, fit_kneser_ney, fit_unigram
+from phalanx.data.prepare import prepare_corpus
+from phalanx.data.samples import Windows
+from phalanx.data.tokens import SPLITS
+from phalanx.job.schema import Data
 
 
 def markov_tokens(num_tokens: int, vocab_size: int, seed: int = 0) -> np.ndarray:
@@ -118,10 +122,11 @@ def test_a_large_vocabulary_needs_no_table() -> None:
 @pytest.mark.parametrize("max_tokens", [None, 1, 100, 10**6])
 def test_the_targets_are_those_of_the_held_out_batches(tmp_path: Path, max_tokens: int | None) -> None:
     np.save(tmp_path / "ids.npy", markov_tokens(2_000, 9))
-    corpus = prepare_corpus(str(tmp_path / "ids.npy"), 0.3, tmp_path / "data", seq_len=16, vocab_size=None)
-    batches = HeldOutBatches(corpus, 16, 2, 1, 0, max_tokens)
+    data = Data(source=str(tmp_path / "ids.npy"), held_out_fraction=0.3, seq_len=16)
+    corpus = prepare_corpus(data, tmp_path / "data", vocab_size=None)
+    train, held_out = (corpus.sequences(split)[0] for split in SPLITS)
+    batches = HeldOutBatches(held_out, Windows(16), 2, 1, 0, max_tokens)
     targets = np.concatenate([batch["targets"][batch["targets"] != IGNORE_INDEX].numpy() for batch in batches])
-    train, held_out = corpus.open_tokens("train"), corpus.open_tokens("held_out")
     unigram, trigram = fit_and_score(train, held_out, corpus.vocab_size, max_tokens)
     assert unigram.num_targets == trigram.num_targets == targets.size == batches.num_targets
     model = fit_unigram(train, corpus.vocab_size)

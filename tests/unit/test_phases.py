@@ -51,6 +51,21 @@ def test_a_nested_phase_takes_its_seconds_from_the_outer(clock: Clock) -> None:
     assert phases.take() == {}
 
 
+def test_what_happens_apart_is_charged_to_no_step(clock: Clock) -> None:
+    phases = Phases()
+    with phases("forward"):
+        clock.now += 1
+    with contextlib.suppress(KeyError), phases.apart() as inside, phases("evaluate"):
+        clock.now += 10
+        with phases("collective"):
+            clock.now += 100
+        raise KeyError
+    with phases("forward"):
+        clock.now += 1000
+    assert inside == {"evaluate": 10, "collective": 100}
+    assert phases.take() == {"forward": 1001}
+
+
 Tree = list[tuple[str, int, "Tree"]]
 trees = st.recursive(
     st.just([]),

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from phalanx.core.errors import ExitCode, LayoutError
+from phalanx.core.errors import DataError, ExitCode, LayoutError
 from phalanx.job.schema import Job
 from phalanx.job.shape import Measured, measured_shape
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.layout import Layout
-from phalanx.plan.planner import HEADROOM, Plan, divisors, make_plan, nearest
+from phalanx.plan.planner import HEADROOM, Plan, describe, divisors, make_plan, nearest
 
 GIB = 2**30
 CORES = Cluster("cpu", 8, 64 * GIB)
@@ -180,6 +180,42 @@ def test_a_users_own_module_is_planned_from_its_parameter_count() -> None:
     assert found.chosen.predicted_bytes["activations"] == 0
     assert any("not predicted" in reason for reason in found.reasons)
     assert Plan.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+def test_a_published_shape_is_planned_and_what_follows_from_a_change_is_said() -> None:
+    model = {"preset": "llama3-8b", "dim": 2048, "num_layers": 2}
+    found = plan(GPUS, model=model)
+    assert found.vocab_size == 128256
+    assert "ffn_dim 7168 follows from model.dim (llama3-8b has 14336)" in found.reasons
+    assert not found.chosen.why.startswith("ffn_dim")
+
+
+def test_experts_are_planned_with_all_their_weights_and_the_work_of_a_few() -> None:
+    found = plan(Cluster("cuda", 64, 80 * GIB), model={"preset": "mixtral-8x7b"}, train={"global_batch_size": 64})
+    assert found.num_params == 46_702_792_704
+    assert found.chosen.predicted_bytes["parameters"] == round(found.num_params * 4 / found.layout.dp_shard)
+    assert found.flops_per_token is not None
+    assert found.flops_per_token < 6 * 14e9
+    assert "12.9 B of them active" in describe(found)[0]
+
+
+def test_images_have_their_own_length_and_one_target() -> None:
+    found = plan(model={"preset": "vit-b16"}, parallel={"ranks": 2}, train={"micro_batch_size": 2})
+    assert (found.seq_len, found.vocab_size, found.targets_per_rank) == (197, 0, 8)
+    assert "16 images x 197 tokens per step" in describe(found)[1]
+
+
+def test_document_masks_cost_memory() -> None:
+    plain, masked = (plan(data={"document_masks": on, "seq_len": 512}, parallel={"ranks": 2}) for on in (False, True))
+    more = masked.chosen.predicted_bytes["activations"] - plain.chosen.predicted_bytes["activations"]
+    assert more == 8 * 512 * 512 * 4
+
+
+def test_a_vocabulary_larger_than_the_models_is_refused() -> None:
+    with pytest.raises(
+        DataError, match=r"vocabulary of 257 tokens and the model one of 100; set model\.vocab_size=257"
+    ):
+        plan(model={"vocab_size": 100})
 
 
 def test_a_thousand_ranks_are_planned() -> None:

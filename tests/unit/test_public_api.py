@@ -21,6 +21,7 @@ NAMES = [
     "Trainer",
     "__version__",
     "load_job",
+    "load_weights",
     "make_plan",
     "open_mesh",
     "parallelize",

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from phalanx.checkpoint.best import write_best
 from phalanx.core.errors import ResourceError
 from phalanx.job.schema import Job
 from phalanx.observe import events
@@ -24,6 +25,7 @@ from phalanx.observe.events import Envelope, Event, StepFinished
 from phalanx.report import write_report
 from phalanx.report.page import CONTENT_SECURITY
 from phalanx.report.reduce import reduce_run
+from phalanx.report.summary import run_json
 
 EVIL = '<script>alert("x")</script></pre><img src=https://evil.example/x onerror=alert(1)>&amp;\x1b[31m\ud800'
 VOID = {"meta", "link", "br"}
@@ -197,6 +199,70 @@ def test_charts_have_titles_units_tables_and_points(whole: Run) -> None:
         assert all(len(xs) == len(ys) for _, _, xs, ys in series)
     for unit in ("nats per token", "tokens per second", "milliseconds per step", "MiB"):
         assert unit in page.text
+
+
+# --- evaluations ---------------------------------------------------------------------------------------------------
+
+
+def evaluated(step: int, loss: float, **sources: float) -> events.EvalFinished:
+    return events.EvalFinished(step, loss, 500, 0.2, sources, step, loss)
+
+
+def test_evaluations_on_the_way_are_points_and_the_best_is_named(whole: Run) -> None:
+    for at, loss in ((10, 2.0), (20, 2.125)):
+        whole.say(evaluated(at, loss, code=loss - 0.5, prose=loss + 0.5), attempt=1)
+    whole.say(evaluated(25, math.nan), attempt=1)
+    write_best(whole.directory, step=10, loss=2.0, num_targets=500)
+    page = page_of(whole)
+    assert "Held-out loss 2.2500 nats/token best 2.0000 at step 10; 2.250 nats below" in page.text
+    assert "Best of 4 evaluations: 2.0000 at step 10, kept as checkpoints/step-10." in page.text
+    islands = re.findall(r'<script type="application/json" class="points">(.*?)</script>', page.source)
+    drawn = {name: (xs, ys) for name, _, xs, ys in json.loads(islands[0])["series"]}
+    assert drawn["held-out"] == ([10, 20, 25, 30], [2.0, 2.125, None, 2.25])
+    assert drawn["held-out, code"] == ([10, 20], [1.5, 1.625])
+    assert drawn["held-out, prose"] == ([10, 20], [2.5, 2.625])
+    ledger = reduce_run(whole.directory).ledger
+    assert ledger.parts_s["evaluation"] == pytest.approx(4 * 0.2)
+
+
+def test_many_evaluations_are_a_line(run: Run) -> None:
+    run.start(total=200)
+    run.steps(range(1, 201), ranks=1)
+    for at in range(2, 201, 2):
+        run.say(evaluated(at, 3.0 - at / 100))
+    assert page_of(run).source.count('class="dot eval"') == 1, "the key of the legend"
+
+
+def test_facts_for_programs_are_those_of_the_page(whole: Run) -> None:
+    whole.say(evaluated(10, 2.0), attempt=1)
+    whole.say(events.Note("warning", {"warning": "high_lr", "text": "a high rate"}))
+    facts = run_json(reduce_run(whole.directory))
+    json.dumps(facts, allow_nan=False)
+    assert (facts["status"], facts["exit_code"], facts["step"]) == ("finished", 0, 30)
+    assert (facts["num_restarts"], facts["num_steps_redone"], facts["num_steps_skipped"]) == (1, 10, 1)
+    assert facts["final_loss"] == 2.2
+    assert [(e["step"], e["loss"]) for e in facts["evaluations"]] == [(10, 2.0), (30, 2.25)]
+    assert facts["best"] == {"step": 10, "loss": 2.0, "checkpoint": None}
+    assert facts["warnings"] == ["a high rate"]
+    assert "a high rate" in page_of(whole).text.split("Steps done")[0] + page_of(whole).text.split("Training")[0]
+
+
+def test_facts_of_a_run_that_wrote_nothing(run: Run) -> None:
+    (run.directory / "events").mkdir()
+    facts = run_json(reduce_run(run.directory))
+    json.dumps(facts, allow_nan=False)
+    assert (facts["status"], facts["final_loss"], facts["best"]) == ("no events", None, None)
+
+
+def test_a_users_own_objective_is_not_called_nats(whole: Run) -> None:
+    job = Job().to_json()
+    job["model"]["objective"] = "own:loss"
+    (whole.directory / "job.json").write_text(json.dumps(job))
+    whole.say(evaluated(30, 0.5), attempt=1)
+    page = page_of(whole)
+    assert "Final training loss 2.2000 of step 30" in page.text
+    assert "nats/token" not in page.text
+    assert "targets per second" in page.text
 
 
 # --- numbers -------------------------------------------------------------------------------------------------------

@@ -7,20 +7,20 @@ import math
 
 import pytest
 
-from phalanx.job.schema import Optim
+from phalanx.job.schema import Job
 from phalanx.optim.schedule import learning_rate
 
 TOTAL = 100
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 
 
-def optim(schedule: str, **changed: object) -> Optim:
+def optim(schedule: str, steps: int = TOTAL, **changed: object) -> Job:
     body = {"schedule": schedule, "lr": 1.0, "warmup_steps": 10, "min_lr_ratio": 0.1, "decay_fraction": 0.2}
-    return Optim.model_validate(body | changed)
+    return Job.model_validate({"train": {"steps": steps}, "optim": body | changed})
 
 
-def rates(a: Optim, total: int = TOTAL) -> list[float]:
-    return [learning_rate(a, step, total) for step in range(1, total + 1)]
+def rates(a: Job) -> list[float]:
+    return [learning_rate(a, step) for step in range(1, a.train.steps + 1)]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -41,16 +41,16 @@ def test_the_last_step_has_the_lowest_rate_and_none_rises_after_warm_up(schedule
     found = rates(optim(schedule))
     assert found[-1] == pytest.approx(0.1)
     assert all(a >= b for a, b in itertools.pairwise(found[9:]))
-    assert learning_rate(optim(schedule), TOTAL + 5, TOTAL) == pytest.approx(0.1)  # and stays there
+    assert learning_rate(optim(schedule), TOTAL + 5) == pytest.approx(0.1)  # and stays there
 
 
 def test_half_way_down() -> None:
     """Step 55 is half of the 90 steps after warm-up; cosine and line meet there. Step 32 is a quarter."""
     for schedule in ("cosine", "linear"):
-        assert learning_rate(optim(schedule), 55, TOTAL) == pytest.approx(0.55)
+        assert learning_rate(optim(schedule), 55) == pytest.approx(0.55)
     quarter = 22 / 90
-    assert learning_rate(optim("linear"), 32, TOTAL) == pytest.approx(1 - 0.9 * quarter)
-    assert learning_rate(optim("cosine"), 32, TOTAL) == pytest.approx(0.1 + 0.45 * (1 + math.cos(math.pi * quarter)))
+    assert learning_rate(optim("linear"), 32) == pytest.approx(1 - 0.9 * quarter)
+    assert learning_rate(optim("cosine"), 32) == pytest.approx(0.1 + 0.45 * (1 + math.cos(math.pi * quarter)))
 
 
 def test_wsd_is_flat_then_a_line_over_the_last_fifth() -> None:
@@ -69,4 +69,11 @@ def test_constant_is_constant() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_run_that_is_all_warm_up(schedule: str) -> None:
-    assert rates(optim(schedule, warmup_steps=4), 4) == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    assert rates(optim(schedule, 4, warmup_steps=4)) == pytest.approx([0.25, 0.5, 0.75, 1.0])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_scaled_peak_scales_every_step(schedule: str) -> None:
+    """A batch of 16 where lr was tuned for 4, by the square root: twice the rate of each step."""
+    scaled = rates(optim(schedule, lr_scaling="sqrt", reference_batch_size=4))
+    assert scaled == pytest.approx([2 * rate for rate in rates(optim(schedule))])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,41 +14,166 @@ import pytest
 from phalanx.core.errors import ExitCode, LayoutError
 from phalanx.job.foreign import probe_foreign_shape
 from phalanx.job.load import load_job
-from phalanx.job.shape import ModelShape, default_ffn_dim, shape_of
+from phalanx.job.model import fixed_vocab_size, refuse_untrainable, shape_of, what_follows
+from phalanx.job.presets import list_presets
+from phalanx.job.presets.table import with_table
+from phalanx.job.shape import ModelShape, default_ffn_dim
 
-# The counts that the models' own checkpoints sum to (Hugging Face safetensors metadata).
+# The counts that the models' own checkpoints sum to (Hugging Face safetensors metadata; GPT-2 without its two buffers).
 PUBLISHED = {
-    "llama-2-7b": (ModelShape(32, 4096, 32, 32, 128, 11008, 32000, False), 6_738_415_616),
-    "llama-3-8b": (ModelShape(32, 4096, 32, 8, 128, 14336, 128256, False), 8_030_261_248),
-    "tinyllama-1.1b": (ModelShape(22, 2048, 32, 4, 64, 5632, 32000, False), 1_100_048_384),
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.1-70b": 70_553_706_496,
+    "llama3.1-405b": 405_853_388_800,
+    "llama3-405b": 405_853_388_800,
+    "mistral-7b": 7_241_732_096,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "gemma-2b": 2_506_172_416,
+    "gemma-7b": 8_537_680_896,
+    "deepseek-moe-16b": 16_375_728_128,
+    "vit-b16": 86_567_656,
+    "vit-l16": 304_326_632,
+    "vit-h14": 632_045_800,
 }
+ACTIVE = {"mixtral-8x7b": 12.9e9, "mixtral-8x22b": 39e9, "deepseek-moe-16b": 2.8e9, "deepseek-v3": 37e9}
+SIZES = {"b": 1e9, "m": 1e6}
+
+
+def preset_shape(name: str, *keys: str) -> ModelShape:
+    """Of a job with any dataset: nothing reads it."""
+    return shape_of(load_job(None, [f"model.preset={name}", "data.source=my.data:set", *keys]), 1000)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_parameter_counts(name):
-    shape, count = PUBLISHED[name]
-    assert shape.num_params == count
+    assert preset_shape(name).num_params == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("preset", list_presets(), ids=lambda preset: preset.name)
+def test_every_preset_counts_what_its_file_says(preset):
+    keys = () if preset.kind == "vit" or "vocab_size" in preset.values else ("model.vocab_size=1000",)
+    shape = preset_shape(preset.name, *keys)
+    assert preset.num_params in (shape.num_params, None)
+    assert (preset.num_params is None) == (preset.family == "phalanx")
     groups = shape.params_by_group()
-    assert list(groups) == ["embedding", "attention", "ffn", "norms", "head"]
-    assert sum(groups.values()) == count
+    assert sum(groups.values()) == shape.num_params
     outside = groups["embedding"] + groups["head"] + shape.norm_params
-    assert shape.num_layers * shape.block_params + outside == count
+    assert shape.blocks_params + outside == shape.num_params
+    if not shape.num_experts:
+        assert shape.blocks_params == shape.num_layers * shape.block_params
+        assert shape.num_active_params == shape.num_params
+    assert preset.source
 
 
-def test_gpt2_like_variants():
-    """Two matrices and LayerNorm: GPT-2 small has 124,439,808; less biases of linears and learned positions."""
-    shape = ModelShape(12, 768, 12, 12, 64, 3072, 50257, True, gated_ffn=False, norm="layernorm")
-    biases = 12 * (3 * 768 + 768 + 3072 + 768)
-    assert shape.num_params + biases + 1024 * 768 == 124_439_808
+@pytest.mark.parametrize("preset", list_presets(), ids=lambda preset: preset.name)
+def test_a_size_in_a_name_is_the_size(preset):
+    """Names round; Gemma's leave the embedding out, and "8x7b" is a model with seven billion per expert."""
+    found = re.fullmatch(r"[a-z-]*[\d.]*-(?:moe-)?([\d.]+)([bm])(?:-a([\d.]+)b)?", preset.name)
+    if found is None:
+        return
+    embedding = preset_shape(preset.name).params_by_group()["embedding"] if preset.family == "Gemma" else 0
+    size = float(found[1]) * SIZES[found[2]]
+    low, high = sorted((preset.num_params - embedding, preset.num_params))
+    assert 0.8 * low < size < 1.25 * high
+    if found[3]:
+        assert preset_shape(preset.name).num_active_params == pytest.approx(float(found[3]) * 1e9, rel=0.13)
 
 
-def test_shape_of_job():
-    job = load_job(None, ["model.dim=256", "model.num_heads=8", "model.num_layers=3"])
-    shape = shape_of(job, 1000)
+@pytest.mark.parametrize("name", ACTIVE)
+def test_published_active_parameters(name):
+    assert preset_shape(name).num_active_params == pytest.approx(ACTIVE[name], rel=0.02)
+
+
+def test_the_page_on_models_lists_the_presets_of_today():
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    assert page == with_table(page), "run make docs"
+    assert all(f"| `{preset.name}` |" in page for preset in list_presets())
+
+
+def test_the_default_job_is_small():
+    shape = shape_of(load_job(), 257)
+    assert shape == ModelShape(4, 128, 4, 4, 32, 352, 257, True)
+    assert shape.num_params == 836_864
+
+
+def test_keys_lie_on_top_of_the_preset_and_widths_follow():
+    shape = shape_of(load_job(None, ["model.dim=256", "model.num_heads=8", "model.num_layers=3"]), 1000)
     assert shape == ModelShape(3, 256, 8, 8, 32, 704, 1000, True)
     assert shape.params_by_group()["head"] == 0
     given = shape_of(load_job(None, ["model.num_kv_heads=2", "model.ffn_dim=100", "model.tie_embeddings=false"]), 10)
     assert (given.num_kv_heads, given.ffn_dim, given.params_by_group()["head"]) == (2, 100, 1280)
+    plain = shape_of(load_job(None, ["model.activation=gelu"]), 10)
+    assert plain.ffn_dim == 4 * 128
+
+
+def test_widths_of_a_published_model_keep_its_proportions():
+    half = preset_shape("llama3-8b", "model.dim=2048")
+    assert (half.num_heads, half.num_kv_heads, half.head_dim, half.ffn_dim) == (32, 8, 64, 7168)
+    fewer = preset_shape("llama3-8b", "model.num_heads=16")
+    assert (fewer.num_kv_heads, fewer.head_dim, fewer.ffn_dim) == (4, 256, 14336)
+    odd = preset_shape("llama3-8b", "model.num_heads=2", "model.head_dim=64")
+    assert (odd.num_kv_heads, odd.head_dim) == (2, 64)
+    own_width = preset_shape("qwen3-0.6b", "model.dim=512")  # its heads are 128 wide whatever dim is
+    assert (own_width.head_dim, own_width.ffn_dim) == (128, 1536)
+    same = preset_shape("llama3-8b", "model.activation=swiglu")
+    assert same == preset_shape("llama3-8b")
+    gated = preset_shape("llama3-8b", "model.activation=geglu")
+    assert gated.ffn_dim == 14336
+    assert preset_shape("llama3-8b", "model.activation=gelu").ffn_dim == 4 * 4096
+    experts = preset_shape("mixtral-8x7b", "model.dim=2048")
+    assert (experts.expert_ffn_dim, experts.head_dim) == (7168, 64)
+    rotary = preset_shape("gpt2", "model.positions=rope")
+    assert rotary.num_params == 124_439_808 - 1024 * 768
+
+
+def test_what_follows_is_said():
+    job = load_job(None, ["model.preset=llama3-8b", "model.dim=2048", "model.num_layers=2"])
+    assert what_follows(job.model) == [
+        "head_dim 64 follows from model.dim (llama3-8b has 128)",
+        "ffn_dim 7168 follows from model.dim (llama3-8b has 14336)",
+    ]
+    heads = load_job(None, ["model.preset=gpt2", "model.num_heads=6"])
+    assert what_follows(heads.model) == ["head_dim 128 follows from model.num_heads (gpt2 has 64)"]
+    assert what_follows(load_job(None, ["model.dim=256"]).model) == []
+
+
+def test_the_vocabulary_is_the_keys_then_the_presets_then_the_datas():
+    assert fixed_vocab_size(load_job().model) is None
+    assert fixed_vocab_size(load_job(None, ["model.preset=gpt2"]).model) == 50257
+    assert fixed_vocab_size(load_job(None, ["model.preset=gpt2", "model.vocab_size=50304"]).model) == 50304
+    assert preset_shape("gpt2").vocab_size == 50257
+    assert shape_of(load_job(), 77).vocab_size == 77
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "deepseek-v3"])
+def test_experts_are_planned_and_not_trained(name):
+    with pytest.raises(LayoutError, match="cannot be trained yet") as caught:
+        refuse_untrainable(load_job(None, [f"model.preset={name}"]))
+    assert caught.value.exit_code == ExitCode.JOB
+    refuse_untrainable(load_job(None, ["model.preset=llama3-8b"]))
+    refuse_untrainable(load_job(None, ["model.kind=my.models:build"]))
+
+
+def test_a_window_and_the_blocks_without_it():
+    shape = preset_shape("gemma3-270m")
+    assert [layer for layer in range(shape.num_layers) if not shape.is_local(layer)] == [5, 11, 17]
+    assert preset_shape("mistral-7b").num_local_layers == 32
+    assert preset_shape("llama2-7b").num_local_layers == 0
 
 
 def test_default_ffn_dim_is_the_next_multiple_of_32():
@@ -66,6 +193,22 @@ def test_flops_by_hand():
     assert flops["training"] == 3 * (flops["matmul"] + flops["attention"])
 
 
+def test_flops_of_a_window_by_hand():
+    """Tokens attend to 1, 2, 3, 3 and 3 others in the two blocks with a window, and to 1 to 5 in the third."""
+    shape = ModelShape(3, 8, 2, 1, 4, 16, 10, True, sliding_window=3, global_every=3)
+    pairs = 2 * (1 + 2 + 3 + 3 + 3) + (1 + 2 + 3 + 4 + 5)
+    assert shape.flops_per_sample(5)["attention"] == 2 * 2 * 2 * 4 * pairs
+    assert shape.flops_per_sample(2) == replace(shape, sliding_window=0).flops_per_sample(2)
+
+
+def test_flops_of_experts_are_those_that_a_token_visits():
+    sparse = preset_shape("mixtral-8x7b")
+    dense = replace(sparse, num_experts=0, ffn_dim=2 * 14336)
+    router = 32 * 4096 * 8
+    assert sparse.flops_per_token(64)["matmul"] == dense.flops_per_token(64)["matmul"] + 2 * router
+    assert sparse.flops_per_token(64)["attention"] == dense.flops_per_token(64)["attention"]
+
+
 def test_flops_do_not_depend_on_tying():
     tied, untied = (ModelShape(2, 8, 2, 1, 4, 16, 10, tie).flops_per_token(64) for tie in (True, False))
     assert tied == untied
@@ -73,12 +216,12 @@ def test_flops_do_not_depend_on_tying():
 
 def test_six_flops_per_parameter():
     """The usual 6 N D, for a model whose embedding and attention are small beside the rest."""
-    shape = PUBLISHED["llama-2-7b"][0]
+    shape = preset_shape("llama2-7b")
     assert shape.flops_per_token(1)["training"] == pytest.approx(6 * shape.num_params, rel=0.03)
 
 
 def test_json_round_trip():
-    shape = PUBLISHED["llama-3-8b"][0]
+    shape = preset_shape("llama3-8b")
     assert ModelShape.from_json(json.loads(json.dumps(shape.to_json()))) == shape
 
 

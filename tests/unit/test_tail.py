@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.observe.bus import Bus, event_path
-from phalanx.observe.events import CheckpointFailed, Envelope, Event, Note, RestartScheduled, StepSkipped
-from phalanx.observe.tail import EventTail, read_event
+from phalanx.observe.events import CheckpointFailed, Envelope, EvalFinished, Event, Note, RestartScheduled, StepSkipped
+from phalanx.observe.tail import EventTail, read_event, recorded
 
 
 def line(event: Event, *, rank: int = 0, attempt: int = 0, at: float = 1.0) -> bytes:
@@ -104,3 +104,17 @@ def test_deeply_nested_json_is_no_event() -> None:
 def test_an_event_survives_the_trip() -> None:
     sent = Envelope(RestartScheduled(1, 3, 400), -1, 1, 12.5)
     assert read_event(sent.to_line().encode()) == sent
+
+
+def test_events_of_one_kind_are_found_again(tmp_path: Path) -> None:
+    """Those of rank 0, in the order of the attempts, whatever else lies there."""
+    for attempt, step in ((0, 1), (1, 2), (10, 3)):
+        append(event_path(tmp_path, 0, attempt), line(Note("eval_finished")) + line(EvalFinished(step, 1.5, 9, 0.1)))
+    append(
+        event_path(tmp_path, 0, 0), b'{"event":"eval_finished","step":"x"}\n' + line(EvalFinished(9, 1.5, 9, 0.1))[:30]
+    )
+    append(event_path(tmp_path, 1, 0), line(EvalFinished(7, 1.5, 9, 0.1), rank=1))
+    append(tmp_path / "events" / "notes.txt", line(EvalFinished(8, 1.5, 9, 0.1)))
+    found = list(recorded(tmp_path, EvalFinished))
+    assert [envelope.event.step for envelope in found if isinstance(envelope.event, EvalFinished)] == [1, 2, 3]
+    assert list(recorded(tmp_path / "absent", EvalFinished)) == []

@@ -206,8 +206,8 @@ def load(
         with _agreed(mesh, directory, "loading a checkpoint"):
             manifest = read_manifest(directory)
             require(manifest)
-            _require_same_names(directory, manifest, shards)
-            staged = _stage(directory, manifest, shards)
+            require_same_names(directory, manifest, shards)
+            staged = stage_blocks(directory, manifest, shards)
             manifests.append(manifest)
         with torch.no_grad():
             for target, source in staged:
@@ -215,7 +215,7 @@ def load(
         return manifests[0]
 
 
-def _require_same_names(directory: Path, manifest: Manifest, shards: Mapping[str, LogicalShard]) -> None:
+def require_same_names(directory: Path, manifest: Manifest, shards: Mapping[str, LogicalShard]) -> None:
     missing = sorted(set(shards) - set(manifest.tensors))
     extra = sorted(set(manifest.tensors) - set(shards))
     wrong = [
@@ -236,7 +236,7 @@ def _require_same_names(directory: Path, manifest: Manifest, shards: Mapping[str
         )
 
 
-def _stage(
+def stage_blocks(
     directory: Path, manifest: Manifest, shards: Mapping[str, LogicalShard]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(target view, staged source) for each overlap of a wanted box with a stored piece; files verified first."""

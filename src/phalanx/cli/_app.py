@@ -37,6 +37,8 @@ class Verbs(TyperGroup):
         if name not in names(PACKAGE):
             return None
         module = importlib.import_module(f"{PACKAGE}.{name}")
+        if hasattr(module, "COMMANDS"):
+            return _with_sub_verbs(name, module)
         app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
         app.command(name=name, epilog=getattr(module, "EXAMPLE", None))(module.command)
         return typer.main.get_command(app)
@@ -60,6 +62,34 @@ class Verbs(TyperGroup):
             formatter.write_dl([(name, help_line(name)) for name in names(PACKAGE)])
 
 
+class SubVerbs(TyperGroup):
+    """The verbs of a verb: `COMMANDS` of its module."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in self.commands:
+            near = did_you_mean(args[0], list(self.commands))
+            raise UsageMistake(f"no verb {args[0]!r} of {ctx.info_name}" + (f"; {near}" if near else ""))
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        lines = {name: (command.callback.__doc__ or "").partition("\n")[0] for name, command in self.commands.items()}
+        with formatter.section("Verbs"):
+            formatter.write_dl(list(lines.items()))
+
+
+def _with_sub_verbs(name: str, module: Any) -> Any:
+    """A verb whose module has `COMMANDS` (functions by name) and `EXAMPLES` (a line of help for each)."""
+    app = typer.Typer(
+        cls=SubVerbs, no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
+    )
+    app.callback(help=module.__doc__, epilog=module.EXAMPLE)(lambda: None)
+    for sub_verb, function in module.COMMANDS.items():
+        app.command(name=sub_verb, epilog=module.EXAMPLES[sub_verb])(function)
+    group = typer.main.get_group(app)
+    group.name = name
+    return group
+
+
 def help_line(verb: str) -> str:
     """The first line of a verb's module docstring."""
     source = (Path(__file__).parent / f"{verb}.py").read_text(encoding="utf-8")
@@ -80,7 +110,7 @@ def build() -> Any:
         cls=Verbs,
         epilog=TRY,
         no_args_is_help=True,
-        add_completion=False,
+        add_completion=True,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -94,7 +124,7 @@ def build() -> Any:
     ) -> None:
         """Plans, proves, runs and protects distributed PyTorch training."""
 
-    return typer.main.get_group(app)
+    return typer.main.get_command(app)  # a group, with the options that install completion
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -6,6 +6,7 @@ import time
 
 from phalanx.data.corpus import Corpus
 from phalanx.data.ngram import fit_and_score
+from phalanx.data.tokens import SPLITS
 from phalanx.observe.events import BaselineMeasured, Event, Note
 
 MAX_TRAIN_TOKENS = 32_000_000  # an n-gram model of more takes longer than people wait
@@ -14,9 +15,12 @@ MAX_TRAIN_TOKENS = 32_000_000  # an n-gram model of more takes longer than peopl
 def score(corpus: Corpus, max_tokens: int) -> list[Event]:
     """Unigram and interpolated trigram, fitted on the training split and scored on the held-out tokens."""
     began = time.monotonic()
-    train = corpus.open_tokens("train")
+    if len(corpus.components) > 1:
+        return [Note("no_baselines", {"why": "a mixture has no one n-gram model to compare with"})]
+    train, held_out = (corpus.sequences(split)[0] for split in SPLITS)
     if len(train) > MAX_TRAIN_TOKENS:
         return [Note("no_baselines", {"why": f"more than {MAX_TRAIN_TOKENS:,} training tokens"})]
-    scores = fit_and_score(train, corpus.open_tokens("held_out"), corpus.vocab_size, max_tokens=max_tokens)
+    assert corpus.vocab_size is not None
+    scores = fit_and_score(train, held_out, corpus.vocab_size, max_tokens=max_tokens)
     wall_s = time.monotonic() - began
     return [BaselineMeasured(score.name, score.loss_nats, score.num_targets, wall_s) for score in scores]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from phalanx.checkpoint.manifest import newest_step
 from phalanx.cli._prepare import Prepared, announce, conclude, prepared_run, score_baselines
 from phalanx.cli._rank import RankRun, run_rank
-from phalanx.cli._run import is_finished
+from phalanx.cli._run import console_of, is_finished
 from phalanx.core.errors import EnvironmentProblem, ExitCode, PhalanxError
 from phalanx.job.schema import Job
 from phalanx.launch.paths import next_attempt
@@ -27,7 +27,6 @@ from phalanx.launch.rank_env import RankEnv
 from phalanx.launch.supervisor import Outcome
 from phalanx.mesh.mesh import open_store
 from phalanx.observe.bus import Bus
-from phalanx.observe.console import open_console
 from phalanx.observe.events import RunFinished
 from phalanx.plan.planner import Plan
 
@@ -86,12 +85,12 @@ class _Decision:
 
 def _lead(prepared: Prepared, run: RankRun, store: Any) -> int:
     """Train as rank 0, then say what came out, also when it failed."""
-    console = open_console(sys.stdout, total_steps=run.job.train.steps, log_every=run.job.observe.log_every)
+    console = console_of(run.job)
     bus = Bus(rank=-1, attempt=run.attempt, run_dir=run.run_dir)
     code = ExitCode.INTERNAL
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        code = ExitCode(run_rank(run, sinks=[("console", console)], store=store))
+        code = ExitCode(run_rank(run, sinks=[("console", lambda: console)], store=store))
         for number, handler in before.items():
             signal.signal(number, handler)
         if code == ExitCode.OK:

@@ -5,19 +5,40 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+from functools import partial
+from pathlib import Path
+from typing import cast
 
 from phalanx.core.errors import EnvironmentProblem
 from phalanx.core.registry import is_foreign, resolve
 from phalanx.job.schema import Job
-
-SINKS = "phalanx.observe.sinks"
+from phalanx.observe.outlet import OpenSink, Sink
+from phalanx.observe.sink_process import SINKS, ProcessSink
 
 
 def wanted_sinks(job: Job) -> tuple[str, ...]:
     """The job's sinks; where it names none, TensorBoard if it is installed."""
     if job.observe.sinks is not None:
         return job.observe.sinks
-    return ("tensorboard",) if importlib.util.find_spec("tensorboard") else ()
+    return ("tensorboard",) if _is_installed("tensorboard") else ()
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def sink_openers(job: Job, run_dir: Path) -> list[tuple[str, OpenSink]]:
+    """What opens each of the job's sinks: here, or in a process of its own where the sink asks for one."""
+    return [(kind, _opener(kind, run_dir)) for kind in wanted_sinks(job)]
+
+
+def _opener(kind: str, run_dir: Path) -> OpenSink:
+    if not is_foreign(kind) and resolve(kind, SINKS, "IS_APART"):
+        return partial(ProcessSink, kind, run_dir)
+    return lambda: cast(Sink, resolve(kind, SINKS, "open_sink")(run_dir))
 
 
 def preload(job: Job) -> tuple[str, ...]:
@@ -34,9 +55,10 @@ def check_needs(job: Job, device: str) -> None:
     """Raise EnvironmentProblem (exit 6) for a package or a compiler that the job needs and this machine lacks."""
     for kind in wanted_sinks(job):
         if not is_foreign(kind):
-            needed = resolve(kind, SINKS, "REQUIRES")
-            if importlib.util.find_spec(needed) is None:
-                raise EnvironmentProblem(f"the sink {kind} needs {needed}", fix=f"pip install 'phalanx[{kind}]'")
+            missing = [name for name in resolve(kind, SINKS, "REQUIRES") if not _is_installed(name)]
+            if missing:
+                fix = f"pip install 'phalanx[{kind}]'"
+                raise EnvironmentProblem(f"the sink {kind} needs {' and '.join(missing)}", fix=fix)
     compiler = os.environ.get("CXX") or "g++"
     if job.train.compile and device == "cpu" and not shutil.which(compiler):
         raise EnvironmentProblem(

@@ -13,12 +13,15 @@ from typing import Any
 from phalanx.checkpoint.locks import LOCK_NAME, hold_run_lock
 from phalanx.checkpoint.manifest import list_checkpoints
 from phalanx.cli._baselines import score
+from phalanx.cli._facts import data_facts
 from phalanx.cli._needs import check_needs
 from phalanx.cli._output import say
 from phalanx.cli._summary import summary_lines
 from phalanx.core.errors import ResourceError, UsageError
 from phalanx.core.files import open_run_directory, resource_error, write_bytes_atomic, write_json_atomic
-from phalanx.data.corpus import Corpus, prepare_corpus
+from phalanx.data.corpus import MANIFEST, Corpus, verify_corpus
+from phalanx.data.prepare import prepare_corpus
+from phalanx.job.model import fixed_vocab_size, refuse_untrainable
 from phalanx.job.schema import Job
 from phalanx.launch.paths import next_attempt
 from phalanx.launch.supervisor import Outcome
@@ -40,6 +43,8 @@ class Prepared:
     plan: Plan
     corpus: Corpus
     run_dir: Path
+    unverified: tuple[str, ...] = ()
+    """What is to be said of tokens that were not compared with their checksums."""
 
 
 @contextlib.contextmanager
@@ -49,22 +54,22 @@ def prepared_run(job: Job, run_dir: Path, *, resume: bool, num_ranks: int | None
     cluster = detect_cluster(job.cluster.device)
     shape = foreign_shape(job)
     check_needs(job, cluster.device)
+    refuse_untrainable(job)
     make_plan(job, cluster=cluster, num_ranks=num_ranks, shape=shape)  # refuse a bad layout before writing anything
     with _new_run_directory(run_dir) as keep:
-        corpus = prepare_corpus(
-            job.data.source,
-            job.data.held_out_fraction,
-            run_dir / "data",
-            seq_len=job.data.seq_len,
-            vocab_size=job.model.vocab_size,
+        is_new = not (run_dir / "data" / MANIFEST).exists()
+        fixed_size = fixed_vocab_size(job.model)
+        corpus = prepare_corpus(job.data, run_dir / "data", vocab_size=fixed_size)
+        unverified = verify_corpus(corpus, is_new=is_new)
+        vocab_size = fixed_size or corpus.vocab_size
+        plan = make_plan(
+            job, cluster=cluster, vocab_size=vocab_size, num_ranks=num_ranks, shape=shape, data=data_facts(corpus)
         )
-        vocab_size = job.model.vocab_size or corpus.vocab_size
-        plan = make_plan(job, cluster=cluster, vocab_size=vocab_size, num_ranks=num_ranks, shape=shape)
         if not resume:
             open_run_directory(run_dir, needed_bytes=plan.num_params * CHECKPOINT_BYTES_PER_PARAM)
         with _facts_written(run_dir, {"job.json": job.to_json(), "plan.json": plan.to_json()}):
             keep()
-            yield Prepared(job, plan, corpus, run_dir)
+            yield Prepared(job, plan, corpus, run_dir, tuple(unverified))
 
 
 @contextlib.contextmanager
@@ -123,13 +128,25 @@ def _new_run_directory(run_dir: Path) -> Iterator[Callable[[], None]]:
 
 def announce(run: Prepared) -> None:
     """What is about to happen, before it does."""
-    train, held = (run.corpus.splits[name] for name in ("train", "held_out"))
-    skipped = f", {run.corpus.num_skipped_files} binary files skipped" if run.corpus.num_skipped_files else ""
-    data = (
-        f"data    {run.corpus.source}: {train.num_tokens:,} training tokens in {train.num_documents:,} documents, "
-        f"{held.num_tokens:,} held out in {held.num_documents:,}{skipped}"
-    )
-    say(f"run     {run.run_dir}", data, *describe(run.plan))
+    data = [f"data    {line}" for line in (*_data_lines(run.corpus), *run.unverified)]
+    say(f"run     {run.run_dir}", *data, *describe(run.plan))
+
+
+def _data_lines(corpus: Corpus) -> list[str]:
+    """What is trained on: a line for each source."""
+    if corpus.user is not None:
+        held_out = f"{corpus.user.num_held_out:,} held out" if corpus.user.num_held_out else "none held out"
+        return [f"{corpus.user.source}: {corpus.user.num_train:,} training samples, {held_out}"]
+    lines, total = [], sum(corpus.weights)
+    for component in corpus.components:
+        train, held = component.splits["train"], component.splits["held_out"]
+        share = f" ({component.weight / total:.1%} of the samples)" if len(corpus.components) > 1 else ""
+        skipped = f", {component.num_skipped_files} binary files skipped" if component.num_skipped_files else ""
+        lines.append(
+            f"{component.source}{share}: {train.num_tokens:,} training tokens in {train.num_documents:,} documents, "
+            f"{held.num_tokens:,} held out in {held.num_documents:,}{skipped}"
+        )
+    return lines
 
 
 def score_baselines(run: Prepared, bus: Bus) -> None:

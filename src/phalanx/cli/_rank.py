@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,20 +16,26 @@ import torch
 import phalanx
 from phalanx.checkpoint.manifest import list_checkpoints
 from phalanx.checkpoint.store import clean_up
-from phalanx.cli._needs import SINKS, wanted_sinks
-from phalanx.core.errors import CheckpointError, ExitCode
+from phalanx.cli._data import (
+    check_masks,
+    check_same_samples,
+    open_held_out,
+    open_train_batches,
+    prompt_tokens,
+    say_batch_change,
+)
+from phalanx.cli._needs import sink_openers
+from phalanx.core.errors import ExitCode
 from phalanx.core.phases import BlackBox, Phases
-from phalanx.core.registry import resolve
 from phalanx.data.corpus import Corpus, load_corpus
-from phalanx.data.loader import HeldOutBatches, TrainBatches
 from phalanx.job.schema import Job
 from phalanx.launch.paths import black_box
 from phalanx.launch.rank_env import read_rank_env
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.build import build_model, build_objective
-from phalanx.observe.bus import Bus, Sink
-from phalanx.observe.events import EvalFinished, Note, RunStarted, TextGenerated
-from phalanx.optim.adamw import build_adamw
+from phalanx.observe.bus import CLOSE_AFTER_ERROR_S, Bus, OpenSink
+from phalanx.observe.events import Note, RunStarted, TextGenerated
+from phalanx.optim.build import build_optimizer
 from phalanx.parallel.parallelize import parallelize, transforms
 from phalanx.plan.planner import Plan
 from phalanx.resilience.fault import fault_listener
@@ -39,8 +44,6 @@ from phalanx.train.generate import generate
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.state import TrainState
 from phalanx.train.trainer import StopFlags, Trainer
-
-PROMPT = "def "
 
 transforms()  # imported in the server, once, instead of in every rank
 
@@ -68,7 +71,7 @@ def main(payload: dict[str, Any]) -> int:
     return run_rank(RankRun(job, plan, Path(payload["run_dir"]), ranks.rank, ranks.attempt, started_unix_s))
 
 
-def run_rank(run: RankRun, *, sinks: Sequence[tuple[str, Sink]] = (), store: Any = None) -> int:
+def run_rank(run: RankRun, *, sinks: Sequence[tuple[str, OpenSink]] = (), store: Any = None) -> int:
     """Train as one rank; `sinks` come on top of the job's. Returns the exit code."""
     job, rank = run.job, run.rank
     stop = StopFlags()
@@ -78,16 +81,15 @@ def run_rank(run: RankRun, *, sinks: Sequence[tuple[str, Sink]] = (), store: Any
     listeners = [meter.listen] + ([fault_listener(inject, rank=rank, run_dir=run.run_dir)] if inject else [])
     phases = Phases(BlackBox(black_box(run.run_dir, rank)), tuple(listeners))
     if rank == 0:
-        sinks = [*sinks, *open_sinks(job, run.run_dir)]
+        sinks = [*sinks, *sink_openers(job, run.run_dir)]
     bus = Bus(rank=rank, attempt=run.attempt, run_dir=run.run_dir, sinks=sinks)
     try:
-        return _train(run, bus, phases, meter, stop, store)
-    finally:
-        bus.close()
-
-
-def open_sinks(job: Job, run_dir: Path) -> list[tuple[str, Sink]]:
-    return [(kind, resolve(kind, SINKS, "open_sink")(run_dir)) for kind in wanted_sinks(job)]
+        code = _train(run, bus, phases, meter, stop, store)
+    except BaseException:
+        bus.close(CLOSE_AFTER_ERROR_S)
+        raise
+    bus.close()
+    return code
 
 
 def _train(run: RankRun, bus: Bus, phases: Phases, meter: MemoryMeter, stop: StopFlags, store: Any) -> int:
@@ -106,12 +108,13 @@ def _train(run: RankRun, bus: Bus, phases: Phases, meter: MemoryMeter, stop: Sto
             }
         )
         meter.start(mesh.device)
-        state = build_state(job, plan, mesh, phases)
+        state = build_state(job, plan, mesh, phases, tokenizer=corpus.tokenizer_digest)
         restored = newest_checkpoint(run_dir, mesh)
         if restored is not None:
             state.restore(restored, phases=phases)
-            _require_same_batches(job, state, restored)
-        with _train_batches(job, plan, mesh, corpus) as data:
+        check_masks(job, state.model)
+        check_same_samples(corpus, mesh)
+        with open_train_batches(job, plan, mesh, corpus, state, bus) as data:
             trainer = Trainer(
                 job,
                 plan,
@@ -120,12 +123,17 @@ def _train(run: RankRun, bus: Bus, phases: Phases, meter: MemoryMeter, stop: Sto
                 bus,
                 data=data,
                 objective=build_objective(job),
+                held_out=open_held_out(job, plan, mesh, corpus),
+                records=data.record,
                 guards=(NonFiniteGuard(job.resilience.max_skipped_steps),),
                 stop=stop,
                 run_dir=run_dir,
             )
             if mesh.rank == 0:
                 bus.emit(_run_started(job, plan, mesh, state, restored, run.started_unix_s))
+                for warning in plan.warnings:
+                    bus.emit(Note("warning", {"warning": warning.code, "text": warning.text}))
+                say_batch_change(plan, state, bus)
             phases.leave("startup")
             ended = trainer.run()
         bus.emit(meter.measure(state.shards(), state.model, plan.chosen.predicted_bytes))
@@ -135,11 +143,11 @@ def _train(run: RankRun, bus: Bus, phases: Phases, meter: MemoryMeter, stop: Sto
     return {"finished": ExitCode.OK, "sigterm": ExitCode.PREEMPTED, "sigint": ExitCode.INTERRUPTED}[ended]
 
 
-def build_state(job: Job, plan: Plan, mesh: Mesh, phases: Phases) -> TrainState:
+def build_state(job: Job, plan: Plan, mesh: Mesh, phases: Phases, *, tokenizer: str = "") -> TrainState:
     """The model of the job, made parallel by the plan, with its optimizer: step 0."""
     module = build_model(job, plan.model_shape)
     model = parallelize(module, plan, mesh, phases=phases, seed=job.run.seed)
-    return TrainState(model, build_adamw(model.named_parameters(), job.optim), job.run.seed)
+    return TrainState(model, build_optimizer(model, job.optim), job.run.seed, tokenizer)
 
 
 def newest_checkpoint(run_dir: Path, mesh: Mesh) -> Path | None:
@@ -150,34 +158,6 @@ def newest_checkpoint(run_dir: Path, mesh: Mesh) -> Path | None:
         found = next((path.name for path in reversed(list_checkpoints(run_dir))), None)
     name = mesh.gather_json(found)[0]
     return run_dir / "checkpoints" / name if name else None
-
-
-def _require_same_batches(job: Job, state: TrainState, restored: Path) -> None:
-    """The data cursor is a number of samples; with another batch size this step would read others."""
-    batch = job.train.global_batch_size
-    if state.samples_seen != state.step * batch:
-        raise CheckpointError(
-            f"{state.samples_seen} samples were seen in {state.step} steps, not {batch} each",
-            where=str(restored),
-            fix="continue with the train.global_batch_size it was trained with",
-        )
-
-
-@contextlib.contextmanager
-def _train_batches(job: Job, plan: Plan, mesh: Mesh, corpus: Corpus) -> Iterator[TrainBatches]:
-    data = TrainBatches(
-        corpus,
-        plan.seq_len,
-        job.run.seed,
-        plan.global_batch_size,
-        plan.micro_batch_size,
-        plan.layout.data_parallel_size,
-        mesh.data_parallel_rank,
-    )
-    try:
-        yield data
-    finally:
-        data.close()
 
 
 def _run_started(
@@ -197,32 +177,22 @@ def _run_started(
 
 
 def _afterwards(job: Job, plan: Plan, mesh: Mesh, corpus: Corpus, trainer: Trainer) -> None:
-    """Held-out loss and a sample of text, once the last step is done and saved."""
+    """A sample of text, once the last step is done and saved."""
     step = trainer.state.step
-    if job.eval.tokens and corpus.splits["held_out"].num_tokens > 1:
-        began = time.perf_counter()
-        batches = HeldOutBatches(
-            corpus,
-            plan.seq_len,
-            plan.micro_batch_size,
-            plan.layout.data_parallel_size,
-            mesh.data_parallel_rank,
-            job.eval.tokens,
+    tokenizer = corpus.tokenizer()
+    if not job.train.sample_tokens or tokenizer is None or job.model.objective is not None:
+        return
+    prompt = prompt_tokens(corpus, tokenizer, plan.seq_len)
+    try:
+        tokens = generate(
+            trainer.state.model,
+            prompt,
+            num_tokens=job.train.sample_tokens,
+            context=plan.seq_len,
+            seed=job.run.seed,
         )
-        loss, num_targets = trainer.evaluate(batches)
-        if mesh.rank == 0:
-            trainer.bus.emit(EvalFinished(step, loss, num_targets, time.perf_counter() - began))
-    if job.train.sample_tokens and corpus.tokenizer == "bytes" and job.model.objective is None:
-        try:
-            tokens = generate(
-                trainer.state.model,
-                corpus.encode(PROMPT),
-                num_tokens=job.train.sample_tokens,
-                context=plan.seq_len,
-                seed=job.run.seed,
-            )
-        except TypeError as error:  # a user's model that does not return logits; the same on every rank
-            trainer.bus.emit(Note("no_sample", {"why": str(error)}))
-            return
-        if mesh.rank == 0:
-            trainer.bus.emit(TextGenerated(step, PROMPT, corpus.decode(tokens)))
+    except TypeError as error:  # a user's model that does not return logits; the same on every rank
+        trainer.bus.emit(Note("no_sample", {"why": str(error)}))
+        return
+    if mesh.rank == 0:
+        trainer.bus.emit(TextGenerated(step, tokenizer.decode(prompt), tokenizer.decode(tokens)))

@@ -11,11 +11,13 @@ from pathlib import Path
 from types import FrameType
 
 from phalanx.checkpoint.manifest import newest_step
+from phalanx.cli._json import print_json, words_on_stderr
 from phalanx.cli._needs import preload
 from phalanx.cli._prepare import Prepared, announce, conclude, prepared_run, score_baselines
 from phalanx.core.digest import differing_keys
 from phalanx.core.errors import ExitCode, JobError, PhalanxError, Problem, UsageError
 from phalanx.job.load import load_job, load_job_json
+from phalanx.job.rate import reference_on_resume
 from phalanx.job.schema import Job
 from phalanx.launch.external import external_ranks
 from phalanx.launch.paths import next_attempt
@@ -24,6 +26,9 @@ from phalanx.observe.bus import Bus
 from phalanx.observe.console import Console, open_console
 from phalanx.observe.events import RunFinished
 from phalanx.observe.tail import EventTail
+from phalanx.observe.units import units_of
+from phalanx.report.reduce import reduce_run
+from phalanx.report.summary import run_json
 
 
 class StoppedError(PhalanxError):
@@ -33,23 +38,44 @@ class StoppedError(PhalanxError):
 
 
 # With other values of these a checkpoint would not fit, or samples would be repeated or skipped.
-KEPT_BY_A_RUN = ("run.seed", "model.", "data.", "train.global_batch_size")
+KEPT_BY_A_RUN = ("run.seed", "model.", "data.")
+HOW_DATA_IS_READ = ("data.workers", "data.worker_timeout_s")  # whatever they are, the samples are the same
 
 
-def train(job_file: str | None, overrides: Sequence[str], resume: str | None) -> int:
-    """The verb. Raises PhalanxError for anything a user can mend; returns the exit code."""
+def train(job_file: str | None, overrides: Sequence[str], resume: str | None, *, as_json: bool = False) -> int:
+    """The verb. Raises PhalanxError for anything a user can mend; returns the exit code.
+
+    With `as_json`, words go to standard error, and standard output gets the run's facts when it is over.
+    """
     before = signal.signal(signal.SIGTERM, _stop)  # ranks and their supervisor have handlers of their own
     try:
-        return _train(job_file, overrides, resume)
+        with words_on_stderr(as_json):
+            code, run_dir = _train(job_file, overrides, resume)
     finally:
         signal.signal(signal.SIGTERM, before)
+    if as_json and run_dir is not None:
+        print_json("run", run_json(reduce_run(run_dir)))
+    return code
+
+
+def explain_job(job_file: str | None, overrides: Sequence[str], resume: str | None, *, as_json: bool) -> None:
+    """What `train` would do with these arguments, value by value."""
+    from phalanx.cli._explain import print_explained
+
+    if resume is None:
+        job, source = load_job(job_file, overrides), job_file
+    else:
+        _, job = _resumed_job(resume, overrides)
+        source = str(Path(resume) / "job.json")
+    print_explained(job, source, overrides, as_json=as_json)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
     raise StoppedError("stopped by SIGTERM while no rank was training", fix="run again, with --resume if it had begun")
 
 
-def _train(job_file: str | None, overrides: Sequence[str], resume: str | None) -> int:
+def _train(job_file: str | None, overrides: Sequence[str], resume: str | None) -> tuple[int, Path | None]:
+    """(exit code, run directory). Of several ranks of another launcher, only rank 0 knows the directory."""
     began = time.monotonic()
     ranks = external_ranks(os.environ)
     if resume is not None:
@@ -60,21 +86,25 @@ def _train(job_file: str | None, overrides: Sequence[str], resume: str | None) -
     if ranks is not None:
         from phalanx.cli._external import train_as_rank
 
-        return train_as_rank(job, run_dir, ranks, resume=resume is not None)
+        code = train_as_rank(job, run_dir, ranks, resume=resume is not None)
+        return code, run_dir if ranks.rank == 0 else None
     with prepared_run(job, run_dir, resume=resume is not None, num_ranks=None) as run:
         if is_finished(run.run_dir, run.job.train.steps):
             print(f"run     {run.run_dir}: step {run.job.train.steps} is done and saved; nothing to do")
-            return ExitCode.OK
+            return ExitCode.OK, run_dir
         announce(run)
-        return _supervised(run, began)
+        return _supervised(run, began), run_dir
 
 
 def _resumed_job(resume: str, overrides: Sequence[str]) -> tuple[Path, Job]:
     run_dir = Path(resume)
     if not (run_dir / "job.json").is_file():
         raise UsageError("no run to resume is there", where=resume, fix="give a directory that phalanx train wrote")
-    was, job = (load_job_json(run_dir / "job.json", [*more, f"run.dir={resume}"]) for more in ([], overrides))
-    changed = [key for key in differing_keys(was.to_json(), job.to_json()) if key.startswith(KEPT_BY_A_RUN)]
+    here = f"run.dir={resume}"
+    was = load_job_json(run_dir / "job.json", [here])
+    job = load_job_json(run_dir / "job.json", [*overrides, *reference_on_resume(was, overrides), here])
+    different = [key for key in differing_keys(was.to_json(), job.to_json()) if key not in HOW_DATA_IS_READ]
+    changed = [key for key in different if key.startswith(KEPT_BY_A_RUN)]
     if changed:
         fix = "start a new run to change it"
         raise JobError(
@@ -114,7 +144,7 @@ def _supervised(run: Prepared, began: float) -> int:
         grace_s=job.resilience.grace_s,
     )
     bus = Bus(rank=-1, attempt=attempt, run_dir=run_dir)
-    console = open_console(sys.stdout, total_steps=job.train.steps, log_every=job.observe.log_every)
+    console = console_of(job)
     tail = EventTail(run_dir, attempt_from=attempt)
     try:
         outcome = supervise(
@@ -133,6 +163,12 @@ def _supervised(run: Prepared, began: float) -> int:
         console.close()
         bus.close()
     return conclude(run, outcome)
+
+
+def console_of(job: Job) -> Console:
+    """What a person sees while `job` trains."""
+    units = units_of(job.to_json())
+    return open_console(sys.stdout, total_steps=job.train.steps, log_every=job.observe.log_every, units=units)
 
 
 def _show(console: Console, tail: EventTail) -> None:

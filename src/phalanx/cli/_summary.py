@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+from phalanx.checkpoint.best import read_best
+from phalanx.core.files import read_json
 from phalanx.core.units import format_bytes
-from phalanx.observe.console import printable
 from phalanx.observe.events import BaselineMeasured, CheckpointSaved, EvalFinished, MemoryMeasured, TextGenerated
 from phalanx.observe.tail import EventTail
+from phalanx.observe.units import units_of
+from phalanx.observe.words import printable
 
 
 def summary_lines(run_dir: Path) -> list[str]:
-    """Held-out loss beside its baselines, memory predicted | measured, a sample, and the last checkpoint."""
+    """Held-out loss beside its baselines, memory predicted | measured, a sample, the last checkpoint and the best."""
+    units = units_of(_job(run_dir))
     events = [envelope.event for envelope in EventTail(run_dir).poll()]
     evaluation = next((e for e in reversed(events) if isinstance(e, EvalFinished)), None)
     baselines = {e.name: e for e in events if isinstance(e, BaselineMeasured)}
@@ -21,20 +26,42 @@ def summary_lines(run_dir: Path) -> list[str]:
     lines: list[str] = []
     if evaluation is not None:
         parts = [f"model {evaluation.loss:.3f}"] + [f"{name} {b.loss:.3f}" for name, b in baselines.items()]
-        lines.append(f"loss    held out, nats per token: {'  '.join(parts)}   ({evaluation.num_targets:,} tokens)")
+        of = f"({evaluation.num_targets:,} {units.items})"
+        what = f"held out, {units.loss_in_words}" if units.loss else "held out"
+        lines.append(f"loss    {what}: {'  '.join(parts)}   {of}")
+        lines += _sources(evaluation)
         trigram = next((b for name, b in baselines.items() if "trigram" in name), None)
         if trigram is not None:
             ahead = trigram.loss - evaluation.loss
             verdict = "better" if ahead > 0 else "worse"
             lines.append(f"        the model is {abs(ahead):.3f} nats {verdict} than the trigram")
+        if 0 < evaluation.best_step != evaluation.step:
+            lines.append(f"        the best was {evaluation.best_loss:.3f}, at step {evaluation.best_step}")
     if memory is not None:
         lines += _memory_lines(memory)
     if sample is not None:
-        text = (sample.prompt + sample.text).expandtabs(4).split("\n")
+        text = (sample.prompt + sample.text).expandtabs(4).strip("\n").split("\n")
         lines.append("sample  " + "\n        ".join(printable(line) for line in text))
     if saved is not None:
         lines.append(f"saved   {run_dir / saved.path} ({format_bytes(saved.num_bytes)})")
+    best = read_best(run_dir)
+    if best is not None:
+        lines.append(f"best    {run_dir / best.checkpoint} (loss {best.loss:.4f} at step {best.step})")
     return lines
+
+
+def _job(run_dir: Path) -> dict[str, Any]:
+    try:
+        job = read_json(run_dir / "job.json")
+    except (OSError, ValueError):
+        return {}
+    return job if isinstance(job, dict) else {}
+
+
+def _sources(evaluation: EvalFinished) -> list[str]:
+    """One line for each source of a mixture, the losses below each other."""
+    width = max((len(name) for name in evaluation.loss_by_source), default=0)
+    return [f"        {printable(name):<{width}}  {loss:.3f}" for name, loss in evaluation.loss_by_source.items()]
 
 
 def _memory_lines(memory: MemoryMeasured) -> list[str]:

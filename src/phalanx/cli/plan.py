@@ -6,28 +6,64 @@ from typing import Annotated
 
 import typer
 
+from phalanx.cli._complete import complete_job
+
 EXAMPLE = "Example: phalanx plan job.toml model.num_layers=24 cluster.memory_gib=8"
 
 
 def command(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[JOB.toml] [KEY=VALUE]...", help="A job file and overrides; none: the default job."),
+        typer.Argument(
+            metavar="[JOB.toml] [KEY=VALUE]...",
+            help="A job file and overrides; none: the default job.",
+            autocompletion=complete_job,
+        ),
     ] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Say where each value of the job comes from.")] = False,
+    models: Annotated[bool, typer.Option("--models", help="List the presets of model.preset.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> int:
     """Choose a layout for a job on this machine and say why, with memory per rank.
 
     The vocabulary is the job's, or that of bytes; `phalanx train` counts it from the data.
     """
-    import json
-
     from phalanx.cli._arguments import split_arguments
-    from phalanx.job.load import load_job
-    from phalanx.plan.planner import describe, make_plan
+    from phalanx.cli._json import print_json, printing_json
 
-    job_file, overrides = split_arguments(arguments or [])
-    job = load_job(job_file, overrides)
-    plan = make_plan(job)
-    print(json.dumps(plan.to_json(), indent=1) if as_json else "\n".join(describe(plan)))
+    with printing_json(as_json):
+        if models:
+            _list_models(as_json)
+            return 0
+        job_file, overrides = split_arguments(arguments or [])
+        if explain:
+            from phalanx.cli._explain import print_explained
+            from phalanx.job.load import load_job
+
+            print_explained(load_job(job_file, overrides), job_file, overrides, as_json=as_json)
+            return 0
+        from phalanx.job.load import load_job
+        from phalanx.plan.planner import describe, make_plan
+
+        plan = make_plan(load_job(job_file, overrides))
+        if as_json:
+            print_json("plan", plan.to_json(), indent=1)
+        else:
+            print("\n".join(describe(plan)))
     return 0
+
+
+def _list_models(as_json: bool) -> None:
+    from phalanx.cli._json import print_json
+    from phalanx.core.units import format_count
+    from phalanx.job.presets import list_presets
+
+    presets = list_presets()
+    if as_json:
+        rows = [{"name": p.name, "family": p.family, "kind": p.kind, "num_params": p.num_params} for p in presets]
+        print_json("models", {"models": rows}, indent=1)
+        return
+    width = max(len(preset.name) for preset in presets)
+    for preset in presets:
+        size = "" if preset.num_params is None else format_count(preset.num_params)
+        print(f"{preset.name:<{width}}  {size:>8}  {preset.family}".rstrip())

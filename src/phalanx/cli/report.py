@@ -7,16 +7,32 @@ from typing import Annotated
 
 import typer
 
+from phalanx.cli._complete import complete_run
+
 EXAMPLE = "Example: phalanx report runs/train-20260101-120000"
 
 
-def command(run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory, finished or not.")]) -> int:
+def command(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run directory, finished or not.", autocompletion=complete_run)
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the run's facts as JSON; writes no page.")] = False,
+) -> int:
     """Write RUN/report.html: the run as one self-contained page."""
+    from phalanx.cli._json import print_json, printing_json
     from phalanx.core.errors import UsageError
-    from phalanx.report.page import write_report
 
-    run_dir = Path(run)
-    if not (run_dir / "events").is_dir():
-        raise UsageError("no run is there", where=run, fix="give a directory that phalanx train wrote")
-    print(write_report(run_dir))
+    with printing_json(as_json):
+        run_dir = Path(run)
+        if not (run_dir / "events").is_dir():
+            raise UsageError("no run is there", where=run, fix="give a directory that phalanx train wrote")
+        if as_json:
+            from phalanx.report.reduce import reduce_run
+            from phalanx.report.summary import run_json
+
+            print_json("run", run_json(reduce_run(run_dir)), indent=1)
+            return 0
+        from phalanx.report.page import write_report
+
+        print(write_report(run_dir))
     return 0

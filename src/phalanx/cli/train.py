@@ -6,24 +6,51 @@ from typing import Annotated
 
 import typer
 
+from phalanx.cli._complete import complete_job, complete_run
+
 EXAMPLE = "Example: phalanx train job.toml train.steps=200 parallel.dp_shard=2 run.dir=runs/first"
 
 
 def command(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[JOB.toml] [KEY=VALUE]...", help="A job file and overrides; none: the default job."),
+        typer.Argument(
+            metavar="[JOB.toml] [KEY=VALUE]...",
+            help="A job file and overrides; none: the default job.",
+            autocompletion=complete_job,
+        ),
     ] = None,
     resume: Annotated[
-        str | None, typer.Option("--resume", metavar="RUN", help="Continue the run in this directory.")
+        str | None,
+        typer.Option(
+            "--resume", metavar="RUN", help="Continue the run in this directory.", autocompletion=complete_run
+        ),
     ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say where each value comes from; trains nothing.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="End with the run's facts as one line of JSON; progress goes to stderr.")
+    ] = False,
 ) -> int:
     """Train a model: plan if needed, start the ranks, train, survive, report.
 
     Without a job file a small decoder learns the source text of this interpreter's standard library.
+
+    \b
+    phalanx init job.toml                     a job file to begin with
+    phalanx train job.toml optim.lr=1e-3      one key changed, for this run
+    phalanx train job.toml --explain          what each value is, and where it comes from
+    phalanx train --resume runs/first         go on with a run, or finish one that was stopped
+    phalanx train job.toml --json > run.json  the facts for a program; words go to stderr
     """
     from phalanx.cli._arguments import split_arguments
-    from phalanx.cli._run import train
+    from phalanx.cli._json import printing_json
+    from phalanx.cli._run import explain_job, train
 
-    job_file, overrides = split_arguments(arguments or [], allow_file=resume is None)
-    return train(job_file, overrides, resume)
+    with printing_json(as_json):
+        job_file, overrides = split_arguments(arguments or [], allow_file=resume is None)
+        if explain:
+            explain_job(job_file, overrides, resume, as_json=as_json)
+            return 0
+        return train(job_file, overrides, resume, as_json=as_json)

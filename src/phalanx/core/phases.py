@@ -136,6 +136,19 @@ class Phases:
     def current(self) -> str:
         return self._stack[-1][0] if self._stack else ""
 
+    @contextmanager
+    def apart(self) -> Iterator[dict[str, float]]:
+        """For what is no part of a step (an evaluation between two): its seconds go to the dict that is yielded, when
+        it ends, and what was charged before stays as it was."""
+        before = self.take()
+        inside: dict[str, float] = {}
+        try:
+            yield inside
+        finally:
+            inside.update(self.take())
+            for name, seconds in before.items():
+                self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
     def take(self) -> dict[str, float]:
         """Seconds per phase since the last `take`; open phases are charged up to now."""
         if self._stack:

@@ -18,9 +18,9 @@ def names(package: str) -> list[str]:
     return sorted(name for name in found if not name.startswith("_"))
 
 
-def is_foreign(kind: str) -> bool:
+def is_foreign(kind: str | None) -> bool:
     """True if `kind` reaches outside phalanx ("package.module:attribute")."""
-    return ":" in kind
+    return kind is not None and ":" in kind
 
 
 def resolve(kind: str, package: str, attribute: str) -> Any:

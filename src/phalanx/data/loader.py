@@ -1,99 +1,150 @@
 """Batches of one rank, cut from the global sequence of samples so that the union over ranks does not depend on them.
 
-A batch has `inputs`, `targets` and `positions`, int64 tensors [micro_batch_size, seq_len] on the CPU. Positions run
-from 0 to seq_len - 1; they do not restart where a document ends, and attention is not masked there.
+A batch of tokens has `inputs`, `targets` and `positions`, int64 tensors [micro_batch_size, seq_len] on the CPU, and
+with document masks `document_ids`. Batches of a user's own dataset have the keys of its samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from phalanx.core.batch import IGNORE_INDEX
+from phalanx.core.errors import DataError
 from phalanx.data.corpus import Corpus
-from phalanx.data.order import SampleOrder, num_held_out_targets
-from phalanx.data.token_stream import Tokens
+from phalanx.data.order import num_held_out_targets
+from phalanx.data.samples import Arrays, Samples, SampleSpec, Windows
+from phalanx.data.tokens import TokenSequence
+from phalanx.data.user_dataset import UserFacts, UserSamples, digest_of, open_user_dataset
+from phalanx.data.workers import WorkerPool
+from phalanx.observe.events import Event, SamplesRead
 
 Batch = dict[str, torch.Tensor]
-_Build = Callable[[int], list[Batch]]
+_Build = Callable[[int], Arrays]
 
 
-class TrainBatches:
-    """The microbatches of one rank, by step number: any step at any time; steps in a row are prefetched.
+@dataclass(frozen=True)
+class Share:
+    """What part of every global batch a rank reads, and from where on: `done_samples` were consumed by `done_steps`."""
 
-    The data cursor is one integer: (step - 1) * global_batch_size samples are consumed before `step`.
-    """
+    global_batch_size: int
+    micro_batch_size: int
+    data_parallel_size: int = 1
+    data_parallel_rank: int = 0
+    done_steps: int = 0
+    done_samples: int = 0
 
-    def __init__(
-        self,
-        corpus: Corpus,
-        seq_len: int,
-        seed: int,
-        global_batch_size: int,
-        micro_batch_size: int,
-        data_parallel_size: int,
-        data_parallel_rank: int,
-        *,
-        prefetch: bool = True,
-    ) -> None:
-        assert global_batch_size % (micro_batch_size * data_parallel_size) == 0, "the plan refuses these"
-        assert 0 <= data_parallel_rank < data_parallel_size
-        self.num_microbatches = global_batch_size // (micro_batch_size * data_parallel_size)
-        self._tokens = corpus.open_tokens("train")
-        self._order = SampleOrder(len(self._tokens), seq_len, seed)
-        self._global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
-        self._data_parallel_size, self._data_parallel_rank = data_parallel_size, data_parallel_rank
-        self._prefetch = _Prefetch() if prefetch else None
+    def __post_init__(self) -> None:
+        assert self.global_batch_size % (self.micro_batch_size * self.data_parallel_size) == 0, "the plan refuses these"
+        assert 0 <= self.data_parallel_rank < self.data_parallel_size
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """What held-out batches need to know."""
+        return self.micro_batch_size, self.data_parallel_size, self.data_parallel_rank
 
     def cursor(self, step: int) -> int:
-        """Samples consumed by all ranks before `step` (1-based)."""
-        return (step - 1) * self._global_batch_size
+        """Samples consumed by all ranks before `step` (1-based), whatever the batch size was before `done_steps`."""
+        assert step > self.done_steps, (step, self.done_steps)
+        return self.done_samples + (step - 1 - self.done_steps) * self.global_batch_size
 
     def sample_indices(self, step: int) -> NDArray[np.int64]:
         """Global sample numbers of this rank, [num_microbatches, micro_batch_size].
 
         A microbatch of all ranks together is contiguous: rank r takes the r-th part of each.
         """
-        indices = np.arange(self._global_batch_size, dtype=np.int64) + self.cursor(step)
-        shape = (self.num_microbatches, self._data_parallel_size, self._micro_batch_size)
-        return indices.reshape(shape)[:, self._data_parallel_rank]
+        indices = np.arange(self.global_batch_size, dtype=np.int64) + self.cursor(step)
+        shape = (self.num_microbatches, self.data_parallel_size, self.micro_batch_size)
+        return indices.reshape(shape)[:, self.data_parallel_rank]
+
+
+class TrainBatches:
+    """The microbatches of one rank, by step number: any step from the share's first on; steps in a row are read ahead.
+
+    `workers=0` reads ahead in a thread; a user's own dataset is then read in the step itself, because its code may not
+    run beside the training's. `emit` takes what becomes of workers; `keep_record` makes `record` answer.
+    """
+
+    def __init__(
+        self,
+        spec: SampleSpec,
+        share: Share,
+        *,
+        workers: int = 0,
+        worker_timeout_s: float = 60.0,
+        prefetch: bool = True,
+        keep_record: bool = False,
+        emit: Callable[[Event], None] = lambda event: None,
+    ) -> None:
+        self.share = share
+        self._samples: Samples | None = None
+        self._reader: WorkerPool | _Prefetch | None = None
+        if workers:
+            self._reader = WorkerPool(
+                spec.to_json(), workers, indices_of=share.sample_indices, timeout_s=worker_timeout_s, emit=emit
+            )
+        else:
+            self._samples = spec.open()
+            if prefetch and not isinstance(self._samples, UserSamples):
+                self._reader = _Prefetch(self._build)
+        self._keep_record = keep_record
+        self._digests: dict[int, str] = {}
 
     def step_microbatches(self, step: int) -> list[Batch]:
-        """The microbatches of `step` (1-based), in order. An error of the prefetch is raised here."""
-        assert step >= 1, step
-        return self._prefetch.get(step, self._build) if self._prefetch else self._build(step)
+        """The microbatches of `step` (1-based), in order. An error of what reads ahead is raised here."""
+        arrays = self._reader.get(step) if self._reader else self._build(step)
+        if self._keep_record:
+            self._digests[step] = digest_of(arrays)
+        size = self.share.micro_batch_size
+        tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+        return [
+            {name: tensor[number * size : (number + 1) * size] for name, tensor in tensors.items()}
+            for number in range(self.share.num_microbatches)
+        ]
+
+    def record(self, step: int) -> list[Event]:
+        """What was read for `step`, to be said when the step is done. Nothing without `keep_record`."""
+        if step not in self._digests:
+            return []
+        ranges = [edge for row in self.share.sample_indices(step).tolist() for edge in (row[0], row[-1] + 1)]
+        size, rank = self.share.data_parallel_size, self.share.data_parallel_rank
+        event = SamplesRead(step, rank, size, ranges, self._digests[step])
+        self._digests = {later: digest for later, digest in self._digests.items() if later > step}
+        return [event]
 
     def close(self) -> None:
-        """Stop prefetching. Safe to call twice."""
-        if self._prefetch:
-            self._prefetch.close()
+        """Stop reading ahead. Safe to call twice."""
+        if self._reader:
+            self._reader.close()
 
-    def _build(self, step: int) -> list[Batch]:
-        starts = self._order.starts(self.sample_indices(step))
-        offsets = np.arange(self._order.seq_len + 1)
-        samples = _gather(self._tokens, starts[..., None] + offsets)  # one gather for the whole step
-        inputs = torch.from_numpy(np.ascontiguousarray(samples[..., :-1]))
-        targets = torch.from_numpy(np.ascontiguousarray(samples[..., 1:]))
-        return [_batch(inputs[number], targets[number]) for number in range(self.num_microbatches)]
+    def _build(self, step: int) -> Arrays:
+        assert self._samples is not None
+        return self._samples.take(self.share.sample_indices(step).ravel())
 
 
 class _Prefetch:
     """Builds the step after the one asked for in one background thread; at most one finished step waits."""
 
-    def __init__(self) -> None:
+    def __init__(self, build: _Build) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="phalanx-data")
-        self._waiting: tuple[int, Future[list[Batch]]] | None = None
+        self._build = build
+        self._waiting: tuple[int, Future[Arrays]] | None = None
 
-    def get(self, step: int, build: _Build) -> list[Batch]:
+    def get(self, step: int) -> Arrays:
         if self._waiting is not None and self._waiting[0] == step:
             future = self._waiting[1]
         else:  # the first step, or a jump: after resuming, rolling back
-            future = self._thread.submit(build, step)
-        self._waiting = (step + 1, self._thread.submit(build, step + 1))
+            future = self._thread.submit(self._build, step)
+        self._waiting = (step + 1, self._thread.submit(self._build, step + 1))
         return future.result()
 
     def close(self) -> None:
@@ -102,7 +153,7 @@ class _Prefetch:
 
 
 class HeldOutBatches:
-    """The held-out tokens in order, in windows that do not overlap; rank r has every data_parallel_size-th.
+    """Held-out tokens in order, in windows that do not overlap; rank r has every data_parallel_size-th.
 
     Every token but the first is a target exactly once over all ranks, up to `max_tokens` targets. All ranks yield the
     same number of batches, as collectives require: what is missing is padding, whose targets are IGNORE_INDEX.
@@ -110,45 +161,109 @@ class HeldOutBatches:
 
     def __init__(
         self,
-        corpus: Corpus,
-        seq_len: int,
+        sequence: TokenSequence,
+        windows: Windows,
         micro_batch_size: int,
         data_parallel_size: int,
         data_parallel_rank: int,
         max_tokens: int | None = None,
     ) -> None:
         assert 0 <= data_parallel_rank < data_parallel_size
-        self._tokens = corpus.open_tokens("held_out")
-        self._seq_len, self._micro_batch_size = seq_len, micro_batch_size
+        self._sequence, self._windows, self._micro_batch_size = sequence, windows, micro_batch_size
         self._data_parallel_size, self._data_parallel_rank = data_parallel_size, data_parallel_rank
-        self.num_targets = num_held_out_targets(len(self._tokens), max_tokens)
-        """Targets over all ranks."""
+        self.num_targets = num_held_out_targets(len(sequence), max_tokens)
+        """Targets over all ranks, before those that document masks leave out."""
 
     def __len__(self) -> int:
         """Batches of each rank."""
-        num_windows = -(-self.num_targets // self._seq_len)
+        num_windows = -(-self.num_targets // self._windows.seq_len)
         return -(-num_windows // (self._data_parallel_size * self._micro_batch_size))
 
     def __iter__(self) -> Iterator[Batch]:
         rows = np.arange(self._micro_batch_size)
         for number in range(len(self)):
             windows = (number * self._micro_batch_size + rows) * self._data_parallel_size + self._data_parallel_rank
-            yield self._build(windows)
+            rows_of = [self._window(int(window)) for window in windows]
+            yield {name: torch.from_numpy(np.stack([row[name] for row in rows_of])) for name in rows_of[0]}
 
-    def _build(self, windows: NDArray[np.int64]) -> Batch:
-        """`windows` [micro_batch_size]; those beyond the tokens become padding."""
-        input_at = windows[:, None] * self._seq_len + np.arange(self._seq_len)
-        is_real = input_at < self.num_targets  # the target of input i is token i + 1
-        input_at = np.where(is_real, input_at, 0)
-        inputs = np.where(is_real, _gather(self._tokens, input_at), 0)
-        targets = np.where(is_real, _gather(self._tokens, input_at + 1), IGNORE_INDEX)
-        return _batch(torch.from_numpy(inputs), torch.from_numpy(targets))
+    def _window(self, number: int) -> Arrays:
+        """One window, [seq_len]; what lies beyond the tokens is padding: a document of its own without targets."""
+        seq_len, start = self._windows.seq_len, number * self._windows.seq_len
+        num_real = min(max(0, self.num_targets - start), seq_len)  # the target of input i is token i + 1
+        cut = Windows(num_real, self._windows.document_masks, self._windows.ends_are_marked)
+        real = cut.cut(self._sequence, np.array([start])) if num_real else {}
+        fill = {"inputs": 0, "targets": IGNORE_INDEX, "positions": 0, "document_ids": seq_len}
+        names = fill if self._windows.document_masks else ("inputs", "targets", "positions")
+        padded = {name: np.full(seq_len, fill[name], np.int64) for name in names}
+        for name, array in real.items():
+            padded[name][:num_real] = array[0]
+        if not self._windows.document_masks:
+            padded["positions"] = np.arange(seq_len)
+        return padded
 
 
-def _gather(tokens: Tokens, at: NDArray[np.int64]) -> NDArray[np.int64]:
-    return tokens[at].astype(np.int64)
+class HeldOutSamples:
+    """The first samples of a user's held-out dataset, as they lie, dealt to the ranks; none is repeated or left out.
+
+    All ranks yield the same number of batches; their sizes may differ by one.
+    """
+
+    def __init__(
+        self,
+        samples: UserSamples,
+        num_samples: int,
+        micro_batch_size: int,
+        data_parallel_size: int,
+        data_parallel_rank: int,
+    ) -> None:
+        assert num_samples >= data_parallel_size, "held_out_batches refuses these"
+        self._samples = samples
+        self._mine = np.arange(data_parallel_rank, num_samples, data_parallel_size)
+        self._num_batches = -(-(num_samples // data_parallel_size) // micro_batch_size)
+
+    def __len__(self) -> int:
+        return self._num_batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        for indices in np.array_split(self._mine, self._num_batches):
+            yield {name: torch.from_numpy(array) for name, array in self._samples.take(indices).items()}
 
 
-def _batch(inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> Batch:
-    positions_BT = torch.arange(inputs_BT.shape[1]).expand(inputs_BT.shape)
-    return {"inputs": inputs_BT, "targets": targets_BT, "positions": positions_BT}
+def held_out_batches(
+    corpus: Corpus, share: Share, *, seq_len: int, max_tokens: int, seed: int, document_masks: bool = False
+) -> dict[str, Iterable[Batch]]:
+    """What is evaluated, by source ("" where there is only one); empty for nothing.
+
+    The sources of a mixture share `max_tokens` by their weights, so that the loss over all is that of the mixture. Of a
+    user's own dataset it is a number of samples. Raises DataError if there are fewer than ranks.
+    """
+    if corpus.user is not None:
+        return _own_held_out(corpus.user, share, max_tokens, seed)
+    budgets = shares(max_tokens, corpus.weights)
+    found: dict[str, Iterable[Batch]] = {}
+    for number, sequence in enumerate(corpus.sequences("held_out")):
+        ends_are_marked = corpus.components[number].end_of_document is not None
+        windows = Windows(seq_len, document_masks, ends_are_marked)
+        if len(sequence) > 1 and budgets[number]:
+            name = corpus.names[number] if len(budgets) > 1 else ""
+            found[name] = HeldOutBatches(sequence, windows, *share.place, budgets[number])
+    return found
+
+
+def _own_held_out(user: UserFacts, share: Share, max_samples: int, seed: int) -> dict[str, Iterable[Batch]]:
+    if min(user.num_held_out, max_samples) == 0:
+        return {}
+    num_samples = min(user.num_held_out, max(max_samples, share.data_parallel_size))
+    if num_samples < share.data_parallel_size:
+        raise DataError(
+            f"{num_samples} held-out samples cannot be shared by {share.data_parallel_size} data-parallel ranks",
+            where=f"data.source {user.source}, split 'held_out'",
+            fix="give at least one for each, or set eval.tokens=0",
+        )
+    samples = UserSamples(open_user_dataset(user.source, user.args, "held_out"), user.source, seed, shuffled=False)
+    return {"": HeldOutSamples(samples, num_samples, *share.place)}
+
+
+def shares(total: int, weights: Sequence[float]) -> list[int]:
+    """`total` divided by weight, rounded down."""
+    return [int(total * weight / sum(weights)) for weight in weights]

@@ -30,7 +30,7 @@ def permute(index: NDArray[np.integer], n: int, key: int | Uint64s) -> NDArray[n
     values = np.asarray(index, dtype=np.uint64).ravel()
     assert values.size == 0 or int(values.max()) < n, (n, index)
     keys = np.broadcast_to(np.asarray(key, dtype=np.uint64).ravel(), values.shape)
-    round_keys = [_mix(keys + np.uint64(number * _GOLDEN & _MASK64)) for number in range(1, _NUM_ROUNDS + 1)]
+    round_keys = [mix(keys + np.uint64(number * _GOLDEN & _MASK64)) for number in range(1, _NUM_ROUNDS + 1)]
     num_bits = (n - 1).bit_length()
     permuted = _feistel(values, round_keys, num_bits)
     while (outside := permuted >= n).any():
@@ -45,13 +45,13 @@ def _feistel(values: Uint64s, round_keys: list[Uint64s], num_bits: int) -> Uint6
     low, high = values & low_mask, values >> np.uint64(low_bits)
     for number, round_key in enumerate(round_keys):
         if number % 2 == 0:
-            high = high ^ (_mix(low ^ round_key) & high_mask)
+            high = high ^ (mix(low ^ round_key) & high_mask)
         else:
-            low = low ^ (_mix(high ^ round_key) & low_mask)
+            low = low ^ (mix(high ^ round_key) & low_mask)
     return (high << np.uint64(low_bits)) | low
 
 
-def _mix(values: Uint64s) -> Uint64s:
+def mix(values: Uint64s) -> Uint64s:
     """A bijective hash of 64 bits (the finaliser of SplitMix64, Steele et al. 2014)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -86,13 +86,27 @@ class SampleOrder:
         return starts.reshape(np.shape(indices))
 
     def _epoch_keys(self, epochs: NDArray[np.int64]) -> Uint64s:
-        return _mix(epochs.astype(np.uint64) ^ np.uint64(stable_hash64("sample order", self.seed)))
+        return mix(epochs.astype(np.uint64) ^ np.uint64(stable_hash64("sample order", self.seed)))
 
     def _phases(self, epoch_keys: Uint64s) -> NDArray[np.int64]:
         """How far each epoch's windows are shifted, in [0, seq_len) as far as the last window allows."""
         room = self.num_tokens - 1 - self.samples_per_epoch * self.seq_len
         num_phases = np.uint64(min(room, self.seq_len - 1) + 1)
-        return (_mix(epoch_keys ^ np.uint64(_PHASE)) % num_phases).astype(np.int64)
+        return (mix(epoch_keys ^ np.uint64(_PHASE)) % num_phases).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class ShuffledOrder:
+    """Which of `num_samples` ready-made samples is sample `i` of a run: a new keyed permutation in each epoch."""
+
+    num_samples: int
+    seed: int
+
+    def at(self, indices: NDArray[np.integer]) -> NDArray[np.int64]:
+        """The place of each sample in the dataset, same shape as `indices` (global sample numbers from 0)."""
+        epochs, samples = np.divmod(np.asarray(indices, dtype=np.int64).ravel(), self.num_samples)
+        keys = mix(epochs.astype(np.uint64) ^ np.uint64(stable_hash64("sample order", self.seed)))
+        return permute(samples, self.num_samples, keys).reshape(np.shape(indices))
 
 
 def num_held_out_targets(num_tokens: int, max_tokens: int | None) -> int:

@@ -1,6 +1,6 @@
-"""What `data.source` names, found on this machine: documents of text, or one array of token ids. Torch-free.
+"""What `data.source` or an input of `data build` names, found on this machine: files of text or of rows. Torch-free.
 
-Everything that can be wrong with a source is said here, as a DataError of one line: where it is, what was wrong and
+Everything that can be wrong with finding them is said here, as a DataError of one line: where it is, what was wrong and
 what to do.
 """
 
@@ -10,97 +10,98 @@ import glob
 import os
 import stat
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Literal
 
 from phalanx.core.errors import DataError, did_you_mean
 
-END_OF_DOCUMENT = 256
-CHUNK_TOKENS = 1 << 20
+Format = Literal["text", "jsonl", "jsonl.gz", "jsonl.zst", "parquet", "arrow"]
 
+_ENDINGS: dict[str, Format] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".jsonl.gz": "jsonl.gz",
+    ".ndjson.gz": "jsonl.gz",
+    ".json.gz": "jsonl.gz",
+    ".jsonl.zst": "jsonl.zst",
+    ".json.zst": "jsonl.zst",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+}
+_DATASET = "dataset.json"
 _SNIFF_BYTES = 8192
+_NPY = "; token ids need no building: data.source takes the .npy itself"
 _NOT_LIBRARY_SOURCE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 
 
 @dataclass(frozen=True)
-class Document:
-    """One file of text. Its `name` does not depend on where the tree lies, so that neither does the split."""
+class SourceFile:
+    """One file of an input. Its `name` does not depend on where the tree lies, so that neither does the split."""
 
     name: str
-    path: Path
+    path: str
     num_bytes: int
-
-    @property
-    def num_tokens(self) -> int:
-        """One token per byte, and the end of the document."""
-        return self.num_bytes + 1
+    modified_ns: int
+    format: Format
 
 
 @dataclass(frozen=True)
-class Documents:
-    """The text documents of a source in order of name, and how many binary files were left out."""
+class Found:
+    """The files of one input in order of name, and how many binary files were left out."""
 
-    found: tuple[Document, ...]
+    source: str
+    files: tuple[SourceFile, ...]
     num_skipped: int
 
 
-def is_token_ids(source: str) -> bool:
-    """True if `source` is a .npy of token ids rather than text."""
-    is_pattern = glob.has_magic(source) and not os.path.exists(_path(source))
-    return source.lower().endswith(".npy") and not is_pattern and not os.path.isdir(_path(source))
+def format_of(name: str) -> Format:
+    """What a file holds, by its ending; anything that is not known to be rows is one document of text."""
+    lowered = name.lower()
+    return next((kind for ending, kind in _ENDINGS.items() if lowered.endswith(ending)), "text")
 
 
-def find_documents(source: str) -> Documents:
-    """The documents of a text source. Raises DataError where there is none."""
+def find_files(sources: Sequence[str], named: str = "data.source") -> list[Found]:
+    """The files of each input. Raises DataError for one where there is nothing to read, as a value of `named`."""
+    try:
+        found = [_find(source, f"{number}/" if number else "") for number, source in enumerate(sources)]
+        if not any(file.num_bytes for one in found for file in one.files):
+            raise DataError("there is no text in it", where=", ".join(sources), why="every file is empty")
+    except DataError as error:
+        where = _printable(f"{named} {error.where}".strip())
+        raise DataError(error.what, where=where, why=error.why, fix=error.fix) from None
+    return found
+
+
+def _find(source: str, prefix: str) -> Found:
+    """`prefix` keeps documents apart that have the same name in several inputs."""
     try:
         root, names = _list_files(source)
     except OSError as error:
         raise _unreadable(error, error.filename or source) from None
-    documents: list[Document] = []
+    if (root / _DATASET).is_file() and _DATASET in names:
+        raise DataError("it is a dataset already", where=source, fix=f"train on it: data.source={source}")
+    files: list[SourceFile] = []
     num_skipped = 0
     for name in names:
-        num_bytes, binary = _look_at(root / name)
-        if binary:
+        kind = format_of(name)
+        path = root / name
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise _unreadable(error, path) from None
+        if not stat.S_ISREG(status.st_mode):
+            raise DataError("not a regular file", where=str(path))
+        if kind == "text" and _is_binary(path):
             num_skipped += 1
         else:
-            documents.append(Document(_printable(name), root / name, num_bytes))
-    if not documents:
+            text_name = prefix + _printable(name)
+            files.append(SourceFile(text_name, os.path.abspath(path), status.st_size, status.st_mtime_ns, kind))
+    if not files:
         raise _nothing_found(source, num_skipped)
-    if not any(document.num_bytes for document in documents):
-        raise DataError("there is no text in it", where=where_of(source), why="every file is empty")
-    return Documents(tuple(documents), num_skipped)
-
-
-def read_tokens(document: Document) -> Iterator[NDArray[np.uint16]]:
-    """The document's bytes as tokens, at most CHUNK_TOKENS at a time, then the end-of-document token."""
-    try:
-        with open(document.path, "rb") as file:
-            while chunk := file.read(CHUNK_TOKENS):
-                yield np.frombuffer(chunk, np.uint8).astype(np.uint16)
-    except OSError as error:
-        raise _unreadable(error, document.path) from None
-    yield np.array([END_OF_DOCUMENT], np.uint16)
-
-
-def open_token_ids(source: str) -> NDArray[np.integer]:
-    """The ids of a .npy, memory-mapped, 1-D [num_tokens]. Raises DataError unless that is what the file holds."""
-    try:
-        ids = np.lib.format.open_memmap(_path(source), mode="r")  # unlike np.load it never unpickles
-    except FileNotFoundError:
-        raise _missing(source) from None
-    except OSError as error:
-        raise _unreadable(error, source) from None
-    except (ValueError, EOFError) as error:
-        raise DataError("not a readable .npy file", where=where_of(source), why=str(error)) from None
-    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        raise DataError("not a 1-D array of integers", where=where_of(source), why=f"it is {ids.ndim}-D {ids.dtype}")
-    if ids.size == 0:
-        raise DataError("there are no token ids in it", where=where_of(source), why="the array is empty")
-    return ids
+    return Found(_printable(source), tuple(files), num_skipped)
 
 
 def _list_files(source: str) -> tuple[Path, list[str]]:
@@ -141,14 +142,11 @@ def _split_pattern(pattern: Path) -> tuple[Path, str]:
     return Path(*parts[:first]), str(Path(*parts[first:]))
 
 
-def _look_at(path: Path) -> tuple[int, bool]:
-    """Size in bytes, and whether the file is binary (NUL in its first 8 KiB)."""
+def _is_binary(path: Path) -> bool:
+    """NUL in its first 8 KiB."""
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise DataError("not a regular file", where=where_of(path))
         with open(path, "rb") as file:
-            return status.st_size, b"\0" in file.read(_SNIFF_BYTES)
+            return b"\0" in file.read(_SNIFF_BYTES)
     except OSError as error:
         raise _unreadable(error, path) from None
 
@@ -158,13 +156,8 @@ def _printable(name: str) -> str:
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
-def where_of(source: str | Path) -> str:
-    """How an error names a source, or a file of it."""
-    return f"data.source {_printable(str(source))}"
-
-
 def _unreadable(error: OSError, path: str | Path) -> DataError:
-    return DataError("cannot be read", where=where_of(path), why=error.strerror or str(error))
+    return DataError("cannot be read", where=str(path), why=error.strerror or str(error))
 
 
 def _nothing_found(source: str, num_skipped: int) -> DataError:
@@ -172,13 +165,13 @@ def _nothing_found(source: str, num_skipped: int) -> DataError:
         count = "the file is" if num_skipped == 1 else f"all {num_skipped} files are"
         return DataError(
             "there is no text in it",
-            where=where_of(source),
+            where=str(source),
             why=f"{count} binary: NUL in the first 8 KiB",
-            fix="give text as UTF-8, or token ids as a .npy",
+            fix="give text as UTF-8, JSONL, Parquet or Arrow" + (_NPY if source.lower().endswith(".npy") else ""),
         )
     if glob.has_magic(source):
-        return DataError("no file matches the pattern", where=where_of(source), fix='"**" matches folders at any depth')
-    return DataError("there is no file in it", where=where_of(source), why="hidden files do not count")
+        return DataError("no file matches the pattern", where=str(source), fix='"**" matches folders at any depth')
+    return DataError("there is no file in it", where=str(source), why="hidden files do not count")
 
 
 def _missing(source: str) -> DataError:
@@ -186,7 +179,7 @@ def _missing(source: str) -> DataError:
         fix = "only files of this machine are read: copy it here first"
     else:
         fix = _near_name(source) or 'give a file, a folder, a pattern, or "stdlib"'
-    return DataError("no such file or folder", where=where_of(source), fix=fix)
+    return DataError("no such file or folder", where=str(source), fix=fix)
 
 
 def _near_name(source: str) -> str:

@@ -12,11 +12,16 @@ from dataclasses import dataclass, replace
 from phalanx.core import registry
 from phalanx.core.errors import did_you_mean
 from phalanx.core.phases import PHASES
+from phalanx.job.data_checks import QUESTIONS as DATA_QUESTIONS
 from phalanx.job.explain import Finding
+from phalanx.job.model_checks import QUESTIONS as MODEL_QUESTIONS
+from phalanx.job.nearby import divisors, divisors_near, multiples_near
 from phalanx.job.positions import Path
 from phalanx.job.schema import Job
+from phalanx.job.secret_checks import secrets_in
 
 MODELS, SINKS, FAULTS = "phalanx.nn.models", "phalanx.observe.sinks", "phalanx.resilience.faults"
+OPTIMIZERS = "phalanx.optim.optimizers"
 FAULT_KEYS = ("rank", "step", "phase")
 
 
@@ -39,7 +44,7 @@ def run_checks(job: Job, given: Collection[str], refused: Collection[str]) -> li
         if any(key in given for key in check.asked_by) and not any(key in refused for key in check.reads):
             also = tuple(_path(key) for key in check.reads)
             findings += [replace(finding, also=also) for finding in check.run(job)]
-    return findings
+    return findings + secrets_in(job)
 
 
 _Question = Callable[[Job], list[Finding]]
@@ -56,37 +61,22 @@ def check(*reads: str, asked_by: tuple[str, ...] = ()) -> Callable[[_Question], 
 # Model
 
 
-@check("model.dim", "model.num_heads")
-def heads_divide_dim(job: Job) -> list[Finding]:
-    dim, heads = job.model.dim, job.model.num_heads
-    if registry.is_foreign(job.model.kind) or dim % (2 * heads) == 0:
-        return []
-    if dim % heads:
-        what = f"dim {dim} cannot be divided among {heads} heads"
-    else:
-        what = f"dim {dim} over {heads} heads makes heads of {dim // heads}, and rotary positions need an even width"
-    return [_finding("model.num_heads", what, f"nearest dim for {heads} heads: {_multiples_near(dim, 2 * heads)}")]
-
-
-@check("model.num_heads", "model.num_kv_heads")
-def kv_heads_divide_heads(job: Job) -> list[Finding]:
-    heads, kv_heads = job.model.num_heads, job.model.num_kv_heads
-    if registry.is_foreign(job.model.kind) or kv_heads is None or heads % kv_heads == 0:
-        return []
-    what = f"{kv_heads} key and value heads do not divide the {heads} query heads"
-    return [_finding("model.num_kv_heads", what, f"nearest: {_divisors_near(heads, kv_heads)}")]
+for _model_question, _keys in MODEL_QUESTIONS:
+    check(*_keys)(_model_question)
 
 
 @check("model.kind")
 def model_exists(job: Job) -> list[Finding]:
+    if job.model.kind is None:
+        return []
     return _exists("model.kind", job.model.kind, MODELS, "model", "package.module:factory")
 
 
 @check("model.kind", "model.args")
 def args_need_a_factory(job: Job) -> list[Finding]:
-    if registry.is_foreign(job.model.kind) or not job.model.args:
+    if job.model.is_foreign or not job.model.args:
         return []
-    what = f'is for your own factory, and model.kind is "{job.model.kind}"'
+    what = f'is for your own factory, and model.kind is "{job.model.kind or "decoder"}"'
     return [_finding("model.args", what, 'set model.kind = "package.module:factory", or remove model.args')]
 
 
@@ -95,6 +85,13 @@ def objective_is_a_name(job: Job) -> list[Finding]:
     if job.model.objective is None or _is_foreign_name(job.model.objective):
         return []
     return [_finding("model.objective", f"{job.model.objective!r} is not package.module:function")]
+
+
+# Data
+
+
+for _data_question, _keys in DATA_QUESTIONS:
+    check(*_keys)(_data_question)
 
 
 # Batch and ranks
@@ -106,7 +103,7 @@ def axes_fill_the_ranks(job: Job) -> list[Finding]:
     if ranks is None:
         return []
     if copies is not None and shards is not None and copies * shards != ranks:
-        pairs = [(degree, ranks // degree) for degree in _divisors(ranks)]
+        pairs = [(degree, ranks // degree) for degree in divisors(ranks)]
         near = min(pairs, key=lambda pair: abs(pair[0] - copies) + abs(pair[1] - shards))
         what = f"dp_replicate {copies} x dp_shard {shards} makes {copies * shards} ranks, and parallel.ranks is {ranks}"
         fix = f"nearest: dp_replicate {near[0]} x dp_shard {near[1]}, or ranks {copies * shards}"
@@ -114,7 +111,7 @@ def axes_fill_the_ranks(job: Job) -> list[Finding]:
     for name, degree in (("dp_replicate", copies), ("dp_shard", shards)):
         if degree is not None and ranks % degree:
             what = f"{name} {degree} does not divide the {ranks} ranks"
-            return [_finding(f"parallel.{name}", what, f"nearest: {_divisors_near(ranks, degree)}")]
+            return [_finding(f"parallel.{name}", what, f"nearest: {divisors_near(ranks, degree)}")]
     return []
 
 
@@ -124,7 +121,7 @@ def micro_batch_divides_global(job: Job) -> list[Finding]:
     if micro is None or batch % micro == 0:
         return []
     what = f"micro-batches of {micro} do not divide the global batch of {batch} sequences"
-    fix = f"nearest micro_batch_size: {_divisors_near(batch, micro)}"
+    fix = f"nearest micro_batch_size: {divisors_near(batch, micro)}"
     return [_finding("train.micro_batch_size", what, fix)]
 
 
@@ -142,8 +139,8 @@ def ranks_share_the_batch(job: Job) -> list[Finding]:
         return []
     parts = "" if micro == 1 else f" in micro-batches of {micro}"
     what = f"a global batch of {batch} sequences cannot be shared evenly by {ranks} ranks{parts}"
-    fix = f"nearest global_batch_size: {_multiples_near(batch, ranks * micro)}; or ranks: "
-    return [_finding("train.global_batch_size", what, fix + _divisors_near(batch // micro, ranks))]
+    fix = f"nearest global_batch_size: {multiples_near(batch, ranks * micro)}; or ranks: "
+    return [_finding("train.global_batch_size", what, fix + divisors_near(batch // micro, ranks))]
 
 
 # Schedule and optimizer
@@ -178,6 +175,48 @@ def warmup_and_decay_fit(job: Job) -> list[Finding]:
 def betas_are_below_one(job: Job) -> list[Finding]:
     what = "wanted a number below 1, was given 1: the moment would never change"
     return [Finding(("optim", "betas", i), what) for i, beta in enumerate(job.optim.betas) if beta == 1]
+
+
+@check("optim.kind")
+def optimizer_exists(job: Job) -> list[Finding]:
+    return _exists("optim.kind", job.optim.kind, OPTIMIZERS, "optimizer", "package.module:build")
+
+
+@check("optim.kind", "optim.lr_scaling")
+def scaling_rule_is_known(job: Job) -> list[Finding]:
+    if job.optim.lr_scaling != "auto" or not registry.is_foreign(job.optim.kind):
+        return []
+    what = "no rule is known for your own optimizer"
+    return [_finding("optim.lr_scaling", what, 'set "linear" (SGD) or "sqrt" (Adam), or "none"')]
+
+
+@check("optim.lr_scaling", "optim.reference_batch_size")
+def scaling_needs_a_reference(job: Job) -> list[Finding]:
+    if job.optim.lr_scaling == "none" or job.optim.reference_batch_size is not None:
+        return []
+    what = f'"{job.optim.lr_scaling}" scales lr from the batch it was tuned for, and nothing says which that was'
+    return [_finding("optim.lr_scaling", what, "set optim.reference_batch_size")]
+
+
+# Evaluation
+
+
+@check("train.steps", "eval.every_steps", asked_by=("eval.every_steps",))
+def evaluations_come(job: Job) -> list[Finding]:
+    every, steps = job.eval.every_steps, job.train.steps
+    if every is None or every <= steps:
+        return []
+    what = f"an evaluation each {every} steps never comes in the {steps} steps of train.steps"
+    return [_finding("eval.every_steps", what, f"every_steps at most {steps}, or none: the end is evaluated anyway")]
+
+
+@check("eval.tokens", "eval.every_steps", "eval.keep_best")
+def evaluations_have_tokens(job: Job) -> list[Finding]:
+    if job.eval.tokens:
+        return []
+    wishes = {"every_steps": job.eval.every_steps is not None, "keep_best": job.eval.keep_best}
+    what = "needs an evaluation, and eval.tokens is 0: there is none"
+    return [_finding(f"eval.{key}", what, "set eval.tokens") for key, wish in wishes.items() if wish]
 
 
 # Names from folders
@@ -305,21 +344,3 @@ def _finding(key: str, what: str, fix: str = "") -> Finding:
 
 def _path(key: str) -> Path:
     return tuple(int(part) if part.isdecimal() else part for part in key.split("."))
-
-
-def _divisors(number: int) -> list[int]:
-    low = [candidate for candidate in range(1, min(int(number**0.5), 10**6) + 1) if number % candidate == 0]
-    return sorted({*low, *(number // candidate for candidate in low)})
-
-
-def _divisors_near(number: int, wish: int) -> str:
-    """The divisors of `number` on both sides of `wish`: '2 or 4'."""
-    below = [divisor for divisor in _divisors(number) if divisor < wish][-1:]
-    above = [divisor for divisor in _divisors(number) if divisor > wish][:1]
-    return " or ".join(map(str, below + above))
-
-
-def _multiples_near(number: int, of: int) -> str:
-    """The multiples of `of` on both sides of `number`: '24 or 32'."""
-    below = number // of * of
-    return " or ".join(str(multiple) for multiple in (below, below + of) if multiple)

@@ -77,7 +77,8 @@ def printable(text: str, limit: int = 60) -> str:
 def wanted(schema: dict[str, Any]) -> str:
     """A JSON schema in words: 'a whole number of at least 1 or "none"'."""
     if "anyOf" in schema:
-        return " or ".join(wanted(arm) for arm in schema["anyOf"])
+        offers_none = any("none" in arm.get("enum", ()) for arm in schema["anyOf"])
+        return " or ".join(wanted(arm) for arm in schema["anyOf"] if not (offers_none and arm.get("type") == "null"))
     if "wanted" in schema:
         return str(schema["wanted"])
     if "enum" in schema or "const" in schema:
@@ -92,6 +93,11 @@ def wanted(schema: dict[str, Any]) -> str:
         return f"a list, each {wanted(schema['items'])}" if schema.get("items") else "a list"
     words_of = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "null": '"none"'}
     return words_of.get(kind, {"object": "a table", "string": "a string"}.get(kind, "a value")) + _bounds(schema)
+
+
+def wanted_at(path: Path) -> str:
+    """What `section.key` takes, in words."""
+    return wanted(_schema(path))
 
 
 def given(value: Any) -> str:

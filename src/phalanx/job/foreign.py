@@ -24,6 +24,7 @@ from phalanx.job.shape import Measured, ModelShape, measured_shape
 
 PROBE = "phalanx.nn.probe"
 TIMEOUT_S = 300.0
+ANSWER = 2  # what the probe tells has changed; answers that are kept from before are not asked
 
 
 def probe_foreign_shape(
@@ -85,9 +86,10 @@ def _shape(kind: str, printed: str) -> ModelShape:
         sizes = {str(name): math.prod(map(int, shape)) for name, shape, _ in answer["tensors"]}
         blocks = [_size_within(str(block), sizes) for block in answer["blocks"]]
         num_params, num_trainable = int(answer["num_params"]), int(answer["num_trainable_params"])
+        batchnorms, dropouts = int(answer.get("num_batchnorms", 0)), int(answer.get("num_dropouts", 0))
     except (ValueError, TypeError, KeyError):
         raise _refuse(kind, f"the probe printed {_last_line(printed)[:80]!r} instead of its answer") from None
-    measured = Measured(num_params, num_trainable, max(blocks, default=num_params), sum(blocks))
+    measured = Measured(num_params, num_trainable, max(blocks, default=num_params), sum(blocks), batchnorms, dropouts)
     return measured_shape(kind, len(blocks), measured)
 
 
@@ -110,7 +112,7 @@ def _cache_file(kind: str, args: Mapping[str, Any], cache_dir: Path | None) -> P
     if cache_dir is None or not sources:
         return None
     states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in sources]
-    return cache_dir / f"shape-{digest([kind, dict(args), states, sys.version])}.json"
+    return cache_dir / f"shape-{digest([ANSWER, kind, dict(args), states, sys.version])}.json"
 
 
 def _read_cached(file: Path) -> ModelShape | None:

@@ -48,18 +48,44 @@ def load_job_json(path: str | FilePath, overrides: Sequence[str] = ()) -> Job:
     return _build(_read_json(path), overrides)
 
 
-def origins(path: str | FilePath | None = None, overrides: Sequence[str] = ()) -> dict[str, str]:
-    """Where each key of the job got its value: "default", "job.toml:12:1" or "override". Does not validate."""
-    source = _read_toml(path)
+@dataclass(frozen=True)
+class Origin:
+    """Where a value comes from. `kind`: "default", "file" (`where` is "job.toml:12:1"), "run" (a run's own job.json) or
+    "override". `shadowed` is what an override hides, if the file says something at `shadowed_where`.
+    """
+
+    kind: str
+    where: str = ""
+    shadowed: Any = None
+    shadowed_where: str = ""
+
+
+def told(path: str | FilePath | None = None, overrides: Sequence[str] = ()) -> dict[str, Origin]:
+    """Where each key of the job got its value. `path` may be a run's job.json, too. Does not validate."""
+    is_run = path is not None and str(path).endswith(".json")
+    source = _read_json(path) if is_run and path is not None else _read_toml(path)
     places = source.places()
+    given = _given(source, ())
     laid = {override.path[:2] for override in parse_overrides(overrides)[0]}
-    found: dict[str, str] = {}
+    found: dict[str, Origin] = {}
     for section, keys in sections().items():
         for key in keys:
-            place = places.get((section, key))
-            where = f"{source.name}:{place.key.line}:{place.key.column}" if place else "default"
-            found[f"{section}.{key}"] = "override" if (section, key) in laid else where
+            name = f"{section}.{key}"
+            origin = Origin("default")
+            if place := places.get((section, key)):
+                origin = Origin("file", f"{source.name}:{place.key.line}:{place.key.column}")
+            elif name in given:
+                origin = Origin("run" if is_run else "file", source.name)
+            if (section, key) in laid:
+                hidden = (source.tree or {}).get(section, {}).get(key) if origin.where else None
+                origin = Origin("override", "", hidden, origin.where)
+            found[name] = origin
     return found
+
+
+def origins(path: str | FilePath | None = None, overrides: Sequence[str] = ()) -> dict[str, str]:
+    """Where each key of the job got its value: "default", "job.toml:12:1" or "override". Does not validate."""
+    return {key: origin.where or origin.kind for key, origin in told(path, overrides).items()}
 
 
 def _build(source: Source, texts: Sequence[str]) -> Job:

@@ -14,6 +14,7 @@ Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Text = Annotated[str, Field(min_length=1)]
+AboveOne = Annotated[float, Field(gt=1, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -22,6 +23,8 @@ class Section(BaseModel):
 
 
 class Run(Section):
+    """What the run is called, and where it writes."""
+
     name: Annotated[
         str,
         Field(
@@ -37,33 +40,100 @@ class Run(Section):
 
 
 class Model(Section):
-    kind: str = "decoder"
-    """A model of phalanx, or package.module:factory for your own nn.Module."""
+    """Keys that are absent have the preset's value. Those of ModelShape have its names."""
+
+    preset: Text | None = None
+    """The shape to start from: small (the default; small-vit for kind = "vit"), or a published model's, say "llama3-8b"
+    (docs/models.md lists them). The keys below change it; widths that they imply follow."""
+    kind: str | None = None
+    """A model of phalanx (the preset's), or package.module:factory for your own nn.Module."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of your factory (kind = "package.module:factory")."""
     objective: str | None = None
     """package.module:function for your own objective(outputs, batch) -> (loss_sum, num_targets)."""
-    num_layers: Positive = 4
+    num_layers: Positive | None = None
     """Number of blocks."""
-    dim: Positive = 128
+    dim: Positive | None = None
     """Width of the residual stream."""
-    num_heads: Positive = 4
+    num_heads: Positive | None = None
     """Query heads."""
     num_kv_heads: Positive | None = None
-    """Key and value heads (GQA); default num_heads."""
+    """Key and value heads (GQA); where nothing says, num_heads."""
+    head_dim: Positive | None = None
+    """Width of a head; where nothing says, dim / num_heads."""
     ffn_dim: Positive | None = None
-    """Inner width of SwiGLU; default 8/3 dim rounded up to a multiple of 32."""
+    """Inner width of the feed-forward; where nothing says, 4 dim, or with a gate 8/3 dim rounded up to a multiple of
+    32."""
     vocab_size: Positive | None = None
-    """Rows of the embedding; default what the data needs."""
-    rope_theta: PositiveFloat = 10000.0
-    """Base of the rotary position embedding."""
-    norm_eps: PositiveFloat = 1e-5
-    """Epsilon of RMSNorm."""
-    tie_embeddings: bool = True
+    """Rows of the embedding; where nothing says, what the data needs."""
+    activation: Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh"] | None = None
+    """Of the feed-forward. swiglu and geglu have a gate; _tanh is GELU's approximation (GPT-2, Gemma)."""
+    norm: Literal["rmsnorm", "layernorm"] | None = None
+    """RMSNorm, or LayerNorm with a bias."""
+    norm_eps: PositiveFloat | None = None
+    """Epsilon of the norms."""
+    norm_plus_one: bool | None = None
+    """Norms multiply by 1 + their weight, which begins at 0 (Gemma)."""
+    post_norms: bool | None = None
+    """A norm after attention and feed-forward, too (Gemma 3)."""
+    bias: Literal["none", "qkv", "all"] | None = None
+    """Which linear layers have a bias: none (even if the preset's have), those of query, key and value, or all but the
+    head."""
+    qk_norm: bool | None = None
+    """RMSNorm of each head's queries and keys (Qwen 3)."""
+    tie_embeddings: bool | None = None
     """The head shares the embedding's weight."""
+    scale_embeddings: bool | None = None
+    """Multiply embeddings by the square root of dim (Gemma)."""
+    positions: Literal["rope", "learned"] | None = None
+    """Rotary positions, or a learned table of max_positions rows."""
+    max_positions: Positive | None = None
+    """The longest sequence that learned positions know; where nothing says, data.seq_len."""
+    rope_theta: AboveOne | None = None
+    """Base of the rotary positions."""
+    local_rope_theta: AboveOne | None = None
+    """Base in blocks with a sliding window, where it is another one (Gemma 3)."""
+    rope_scaling: Literal["none", "linear", "ntk", "llama3", "yarn"] | None = None
+    """How rotary positions are stretched beyond the length they were trained for: not at all (even if the preset's
+    are), position interpolation, another base (NTK-aware), Llama 3.1's rule, YaRN."""
+    rope_factor: PositiveFloat | None = None
+    """How many times they are stretched."""
+    rope_original_len: Positive | None = None
+    """The length they were trained for (llama3, yarn)."""
+    sliding_window: Count | None = None
+    """A token attends to this many tokens, itself among them (0: to all before it)."""
+    global_every: Count | None = None
+    """Every n-th block has no window (0: every block has it)."""
+    num_experts: Count | None = None
+    """Experts of a block (0: none). Planned, not yet trained."""
+    experts_per_token: Count | None = None
+    """Experts that one token visits."""
+    expert_ffn_dim: Count | None = None
+    """Inner width of an expert."""
+    num_shared_experts: Count | None = None
+    """Experts that every token visits, besides."""
+    num_dense_layers: Count | None = None
+    """Blocks at the beginning that have no experts."""
+    image_size: Positive | None = None
+    """Height and width of an image, in pixels (kind = "vit", as the keys below)."""
+    patch_size: Positive | None = None
+    """Height and width of a patch."""
+    num_channels: Positive | None = None
+    """Channels of an image."""
+    num_classes: Positive | None = None
+    """What the head tells apart."""
+    pooling: Literal["class_token", "mean"] | None = None
+    """What the head reads: a token of its own, or the mean over all patches."""
+
+    @property
+    def is_foreign(self) -> bool:
+        """True for the user's own module."""
+        return self.kind is not None and ":" in self.kind
 
 
 class Source(Section):
+    """One source of a mixture."""
+
     source: Text
     """What data.source takes."""
     weight: PositiveFloat = 1.0
@@ -71,6 +141,8 @@ class Source(Section):
 
 
 class Data(Section):
+    """What is learned from, and how it becomes samples."""
+
     source: Text = "stdlib"
     """"stdlib" (the interpreter's own source text), a file, a directory, a glob of text, JSONL, Parquet or Arrow; token
     shards that `phalanx data build` wrote; a 1-D integer .npy of token ids; a Megatron .bin; or package.module:factory
@@ -96,6 +168,8 @@ class Data(Section):
 
 
 class Train(Section):
+    """How long, and how much of it in one update."""
+
     steps: Positive = 500
     """Optimizer updates in all."""
     global_batch_size: Annotated[int, Field(ge=1, le=2**31)] = 16
@@ -113,6 +187,8 @@ class Train(Section):
 
 
 class Eval(Section):
+    """How the model is judged on held-out data."""
+
     tokens: Count = 262144
     """Held-out tokens of one evaluation, at most what there is (0: none). Of your own dataset: samples."""
     every_steps: Positive | None = None
@@ -122,23 +198,26 @@ class Eval(Section):
 
 
 class Optim(Section):
-    kind: Literal["adamw", "sgd"] = "adamw"
-    """The optimizer."""
+    """How weights change, and the learning rate over time."""
+
+    kind: Text = "adamw"
+    """An optimizer of phalanx (adamw, sgd), or package.module:build for your own build(groups, optim)."""
     lr: PositiveFloat = 3e-3
     """Peak learning rate."""
     lr_scaling: Literal["none", "auto", "linear", "sqrt"] = "none"
-    """How lr follows the batch when it is not reference_batch_size: in proportion (SGD; Goyal et al. 2017), with its
-    square root (Adam; Malladi et al. 2022); auto takes the optimizer's rule."""
+    """How lr follows the batch when it is not reference_batch_size: linear, in proportion (SGD; Goyal et al. 2017);
+    sqrt, with its square root (Adam; Malladi et al. 2022); auto takes the optimizer's rule."""
     reference_batch_size: Positive | None = None
     """The train.global_batch_size that lr was tuned for."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Of SGD."""
+    """Of sgd."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """Decay rates of the two moments."""
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
-    weight_decay: NonNegativeFloat = 0.1
-    """Decoupled; applied to tensors of two or more dimensions, except embeddings."""
+    weight_decay: NonNegativeFloat | Literal["auto"] = "auto"
+    """Decoupled (adamw; auto: 0.1) or added to the gradient (sgd; auto: 0). Norms, biases, other vectors and embeddings
+    do not decay."""
     clip_norm: PositiveFloat | None = 1.0
     """Global gradient norm above which gradients are scaled down; none when absent (clip_norm = "none")."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
@@ -152,6 +231,8 @@ class Optim(Section):
 
 
 class Parallel(Section):
+    """How the ranks share the work. What is left out, the plan chooses: see `phalanx plan`."""
+
     ranks: Positive | None = None
     """Processes; default by the plan (GPUs, or CPU cores up to 8)."""
     dp_replicate: Positive | None = None
@@ -168,11 +249,15 @@ class Parallel(Section):
 
 
 class Precision(Section):
+    """The types of numbers."""
+
     compute: Literal["fp32", "bf16"] = "fp32"
     """Type of matmuls and activations. Weights, optimizer and gradient reduction stay fp32."""
 
 
 class Checkpoint(Section):
+    """When the state is saved."""
+
     every_steps: Positive | None = None
     """Save each time this many steps are done."""
     every_minutes: PositiveFloat | None = None
@@ -182,6 +267,8 @@ class Checkpoint(Section):
 
 
 class Resilience(Section):
+    """What happens when something fails, and failures to rehearse."""
+
     max_restarts: Count = 3
     """Restarts within an hour before the run is given up (exit 10)."""
     grace_s: PositiveFloat = 25.0
@@ -195,6 +282,8 @@ class Resilience(Section):
 
 
 class Observe(Section):
+    """Where the facts of a run go."""
+
     sinks: tuple[str, ...] | None = None
     """Where facts go besides RUN/events: names of phalanx.observe.sinks, or package.module:function that opens your own
     (open_sink(run_dir)). Default: tensorboard where it is installed."""
@@ -206,6 +295,8 @@ class Observe(Section):
 
 
 class Cluster(Section):
+    """The machine, where it should not be found out."""
+
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What the ranks compute on."""
     memory_gib: PositiveFloat | None = None

@@ -1,8 +1,4 @@
-"""`ModelShape`: what planning needs to know of a model, as numbers. Nothing here builds the model or imports torch.
-
-FLOPs follow the usual model-FLOP convention: a multiply-add is two, the backward is twice the forward, recomputation
-is not counted. See Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022).
-"""
+"""`ModelShape`: what planning needs to know of a model, as numbers. Nothing here builds the model or imports torch."""
 
 from __future__ import annotations
 
@@ -10,8 +6,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from phalanx.core.registry import is_foreign
-from phalanx.job.schema import Job
+from phalanx.job import counts
+
+Activation = Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh"]
+Norm = Literal["rmsnorm", "layernorm"]
+Bias = Literal["none", "qkv", "all"]
+Positions = Literal["rope", "learned"]
+RopeScaling = Literal["none", "linear", "ntk", "llama3", "yarn"]
+Pooling = Literal["class_token", "mean"]
 
 
 @dataclass(frozen=True)
@@ -24,13 +26,17 @@ class Measured:
     """Of the largest block, or of the whole module if it shows no blocks."""
     blocks_params: int
     """Of all blocks together."""
+    num_batchnorms: int = 0
+    num_dropouts: int = 0
+    """Layers with a probability above 0."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder of equal blocks: attention with grouped queries, a feed-forward, two norms; no biases.
+    """A stack of blocks, each attention and a feed-forward with norms: a causal decoder, or a vision transformer.
 
-    Of a user's own module (`measured` is set) only parameters and blocks are known, and its widths are 0.
+    The defaults are Llama's. 0 stands for "there is none". Of a user's own module (`measured` is set) only parameters
+    and blocks are known, and its widths are 0.
     """
 
     num_layers: int
@@ -42,10 +48,62 @@ class ModelShape:
     vocab_size: int
     tie_embeddings: bool
     kind: str = "decoder"
-    gated_ffn: bool = True
-    """Three matrices (gate, up, down: SwiGLU) instead of two."""
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+
+    activation: Activation = "swiglu"
+    """swiglu and geglu have three matrices (gate, up, down), gelu two; _tanh is GPT-2's and Gemma's approximation."""
+    norm: Norm = "rmsnorm"
     """RMSNorm has a weight; LayerNorm a weight and a bias."""
+    norm_eps: float = 1e-5
+    norm_plus_one: bool = False
+    """Gemma: the stored weight of a norm is what it multiplies by, less one."""
+    post_norms: bool = False
+    """Gemma 3: a second norm after attention and after the feed-forward."""
+    bias: Bias = "none"
+    """Which linear layers have one: none, those of query, key and value (Qwen 2), all (GPT-2)."""
+    qk_norm: bool = False
+    """An RMSNorm of each head's queries and keys (Qwen 3)."""
+
+    positions: Positions = "rope"
+    max_positions: int = 0
+    """Rows of the table of learned positions."""
+    rope_theta: float = 10000.0
+    local_rope_theta: float = 0.0
+    """Of blocks with a sliding window, unscaled (Gemma 3); 0: as in the others."""
+    rope_scaling: RopeScaling = "none"
+    rope_factor: float = 1.0
+    """How many times longer than rope_original_len a sequence may be."""
+    rope_original_len: int = 0
+    """The sequence length before scaling: what llama3 and yarn measure wavelengths against."""
+
+    sliding_window: int = 0
+    """A token attends to this many, itself among them; 0: to all before it."""
+    global_every: int = 0
+    """Every n-th block has no window; 0: every block has."""
+    scale_embeddings: bool = False
+    """Gemma: embeddings are multiplied by sqrt(dim)."""
+
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_ffn_dim: int = 0
+    num_shared_experts: int = 0
+    """Experts of the same width that every token visits (DeepSeek)."""
+    num_dense_layers: int = 0
+    """The first blocks, with a feed-forward of ffn_dim instead of experts."""
+
+    query_rank: int = 0
+    """Of latent attention (DeepSeek-V2): rank of the queries; 0: they are projected at once."""
+    kv_rank: int = 0
+    """Rank of keys and values; 0: there is no latent attention."""
+    rope_head_dim: int = 0
+    """The part of head_dim that is rotated; its key is shared by all heads."""
+    value_head_dim: int = 0
+
+    image_size: int = 0
+    patch_size: int = 0
+    num_channels: int = 0
+    num_classes: int = 0
+    pooling: Pooling = "class_token"
+
     measured: Measured | None = None
 
     @property
@@ -54,56 +112,91 @@ class ModelShape:
         return self.measured is None
 
     @property
+    def reads_images(self) -> bool:
+        """True for a vision transformer: images in, one label each. False: tokens in, the next token of each."""
+        return self.kind == "vit"
+
+    @property
+    def is_gated(self) -> bool:
+        """True for three feed-forward matrices."""
+        return self.activation.startswith(("swiglu", "geglu"))
+
+    @property
+    def num_patches(self) -> int:
+        """Of one image."""
+        return (self.image_size // self.patch_size) ** 2 if self.patch_size else 0
+
+    @property
+    def num_expert_layers(self) -> int:
+        return self.num_layers - self.num_dense_layers if self.num_experts else 0
+
+    def is_local(self, layer: int) -> bool:
+        """True if the block `layer` (from 0) has the sliding window."""
+        is_global = self.global_every > 0 and (layer + 1) % self.global_every == 0
+        return self.sliding_window > 0 and not is_global
+
+    @property
+    def num_local_layers(self) -> int:
+        if not self.sliding_window:
+            return 0
+        return self.num_layers - (self.num_layers // self.global_every if self.global_every else 0)
+
+    def tokens_of(self, seq_len: int) -> int:
+        """Tokens of one sample: the job's sequence length, or an image's patches (and class token)."""
+        return self.num_patches + (self.pooling == "class_token") if self.reads_images else seq_len
+
+    # What is counted (see phalanx.job.counts)
+
+    @property
     def attention_params(self) -> int:
-        """Of one block: wq, wk, wv and wo."""
-        return self.dim * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        """Of one block: the projections, their biases and the norms inside."""
+        return counts.attention_params(self)
 
     @property
     def ffn_params(self) -> int:
-        """Of one block."""
-        return (3 if self.gated_ffn else 2) * self.dim * self.ffn_dim
+        """Of one dense block."""
+        return counts.ffn_params(self, self.ffn_dim)
 
     @property
     def norm_params(self) -> int:
         """Of one norm."""
-        return self.dim * (2 if self.norm == "layernorm" else 1)
+        return counts.norm_params(self)
 
     @property
     def block_params(self) -> int:
         """Of the largest block."""
-        if self.measured is not None:
-            return self.measured.block_params
-        return self.attention_params + self.ffn_params + 2 * self.norm_params
+        return self.measured.block_params if self.measured is not None else counts.block_params(self)
+
+    @property
+    def blocks_params(self) -> int:
+        """Of all blocks together."""
+        return self.measured.blocks_params if self.measured is not None else counts.blocks_params(self)
 
     @property
     def num_params(self) -> int:
         """Parameters stored: a tied head counts once, as the embedding."""
-        return sum(self.params_by_group().values())
+        return self.measured.num_params if self.measured is not None else sum(self.params_by_group().values())
+
+    @property
+    def num_active_params(self) -> int:
+        """Those that take part in one token: of the experts, only the ones it visits."""
+        return self.num_params - counts.idle_params(self)
 
     def params_by_group(self) -> dict[str, int]:
         """Parameters of the whole model by what they do. `norms` includes the one before the head."""
         if self.measured is not None:
             blocks = self.measured.blocks_params
             return {"blocks": blocks, "other": self.measured.num_params - blocks}
-        table = self.vocab_size * self.dim
-        return {
-            "embedding": table,
-            "attention": self.num_layers * self.attention_params,
-            "ffn": self.num_layers * self.ffn_params,
-            "norms": (2 * self.num_layers + 1) * self.norm_params,
-            "head": 0 if self.tie_embeddings else table,
-        }
+        return counts.params_by_group(self)
 
     def flops_per_token(self, seq_len: int) -> dict[str, int]:
-        """FLOPs for one token of a causal sequence: forward `matmul` and `attention`; `training`: 3x both.
+        """FLOPs for one token, the average over a sample: forward `matmul` and `attention`; `training`: 3x both."""
+        return {part: round(count / self.tokens_of(seq_len)) for part, count in self.flops_per_sample(seq_len).items()}
 
-        `matmul` includes the head, tied or not, and leaves out the embedding, which is a lookup. A token attends to
-        (seq_len + 1) / 2 others on average.
-        """
+    def flops_per_sample(self, seq_len: int) -> dict[str, int]:
+        """FLOPs for a sequence of `seq_len` tokens, or an image."""
         assert self.is_known, "a parameter count does not say how often each parameter is used"
-        matmul = 2 * (self.num_layers * (self.attention_params + self.ffn_params) + self.vocab_size * self.dim)
-        attention = self.num_layers * 2 * self.num_heads * self.head_dim * (seq_len + 1)
-        return {"matmul": matmul, "attention": attention, "training": 3 * (matmul + attention)}
+        return counts.flops_per_sample(self, seq_len)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -117,23 +210,6 @@ class ModelShape:
 def measured_shape(kind: str, num_layers: int, measured: Measured) -> ModelShape:
     """The shape of a user's own module."""
     return ModelShape(num_layers, 0, 0, 0, 0, 0, 0, False, kind, measured=measured)
-
-
-def shape_of(job: Job, vocab_size: int) -> ModelShape:
-    """The shape of the job's built-in model. `vocab_size` is what the plan settled on, with the data known."""
-    assert not is_foreign(job.model.kind), "a foreign model is measured: see phalanx.job.foreign"
-    model = job.model
-    return ModelShape(
-        kind=model.kind,
-        num_layers=model.num_layers,
-        dim=model.dim,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads or model.num_heads,
-        head_dim=model.dim // model.num_heads,
-        ffn_dim=model.ffn_dim or default_ffn_dim(model.dim),
-        vocab_size=vocab_size,
-        tie_embeddings=model.tie_embeddings,
-    )
 
 
 def default_ffn_dim(dim: int) -> int:

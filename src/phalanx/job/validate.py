@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import math
-from typing import Any, Literal, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
@@ -35,13 +35,18 @@ def _with_nulls(tree: dict[str, Any]) -> dict[str, Any]:
     """`tree` with the word "none" as None where a key may be absent: TOML has no null."""
     return {
         section: {
-            key: None if value == "none" and type(None) in arms(annotation((section, key))) else value
-            for key, value in keys.items()
+            key: None if value == "none" and _may_be_absent(section, key) else value for key, value in keys.items()
         }
         if isinstance(keys, dict)
         else keys
         for section, keys in tree.items()
     }
+
+
+def _may_be_absent(section: str, key: str) -> bool:
+    """True if None is a value of the key, and the word "none" is not one of its choices."""
+    options = arms(annotation((section, key)))
+    return type(None) in options and not any("none" in get_args(option) for option in options)
 
 
 def _clean(value: Any, path: Path, found: list[Finding]) -> Any:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+
+from phalanx.core.logs import blank_out
+from phalanx.core.secrets import secret_values
 
 _ATTEMPT = re.compile(r"rank-\d+-attempt-(\d+)\.")
 
@@ -34,3 +38,13 @@ def clear_black_boxes(run_dir: Path) -> None:
     """Forget where the ranks of an earlier attempt were last seen."""
     for path in (run_dir / "blackbox").glob("rank-*"):
         path.unlink(missing_ok=True)
+
+
+def blank_out_logs(run_dir: Path, environ: Mapping[str, str]) -> None:
+    """Overwrite secrets of `environ` in the logs of processes that have ended: C code and child processes print too."""
+    secrets = {secret for group in secret_values(environ).values() for secret in group}
+    for path in (run_dir / "logs").glob("*.log") if secrets else ():
+        try:
+            blank_out(path, secrets)
+        except OSError:  # a log that is gone or cannot be written holds nothing that could be mended here
+            pass

@@ -11,10 +11,12 @@ import threading
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from phalanx.core.errors import ExitCode
+from phalanx.core.logs import redirect_output
 from phalanx.core.registry import resolve
+from phalanx.core.secrets import Redactor
 from phalanx.launch.paths import error_report, rank_log
 from phalanx.launch.rank_env import RankEnv, rank_variables
 from phalanx.launch.reports import describe
@@ -34,7 +36,8 @@ class RankTask:
 def run_rank(task: RankTask) -> int:
     """The exit code of the entry, or that of its error, of which a report then lies in RUN/logs."""
     try:
-        redirect_output(rank_log(task.run_dir, task.ranks.rank, task.ranks.attempt))
+        _close_input()
+        redirect_output(rank_log(task.run_dir, task.ranks.rank, task.ranks.attempt), Redactor(os.environ))
         faulthandler.enable(2)
         os.environ.update(rank_variables(task.ranks, task.master_port, os.environ))
         code = resolve(task.entry, "phalanx", "")(task.payload)
@@ -53,21 +56,10 @@ def run_rank(task: RankTask) -> int:
         return _report(task, error)
 
 
-def redirect_output(path: Path) -> None:
-    """Point standard output and error, Python's and C's, at the end of `path`; standard input at nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+def _close_input() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((nothing, 0), (log, 1), (log, 2)):
-        os.dup2(source, target)
+    os.dup2(nothing, 0)
     os.close(nothing)
-    os.close(log)
-    sys.stdout = _line_buffered(1)
-    sys.stderr = _line_buffered(2)
-
-
-def _line_buffered(fd: int) -> TextIO:
-    return open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
 def _report(task: RankTask, error: BaseException) -> int:
@@ -85,7 +77,6 @@ def _finish() -> None:
 
     Not done after an error: the others learn of it sooner, and cleaning up could wait for them.
     """
-    for thread in threading.enumerate():
-        if not thread.daemon and thread is not threading.current_thread():
-            thread.join()
+    # Tells idle thread pools to end (compilers leave some), then joins all; multiprocessing's children do the same.
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import time
 import traceback
@@ -13,6 +14,7 @@ from types import TracebackType
 from phalanx.core import registry
 from phalanx.core.errors import PhalanxError
 from phalanx.core.files import read_json, write_json_atomic
+from phalanx.core.secrets import Redactor
 
 # How torch words it when the fault lies with another rank. Only torch's own RuntimeErrors are looked at: the same
 # words in an OSError are more likely about a file server.
@@ -55,14 +57,16 @@ def load_report(path: Path) -> ErrorReport | None:
 
 
 def describe(error: BaseException) -> ErrorReport:
-    """The report of `error`, its traceback without the frames that led into the user's code."""
+    """The report of `error`: no frames that only led into the user's code, no secrets of the environment."""
     ours = isinstance(error, PhalanxError)
-    message = _printable(error)
+    redactor = Redactor(os.environ)
+    message = redactor.text(_printable(error))
+    lines = traceback.format_exception(type(error), error, _inner(error))
     name = type(error).__qualname__
     return ErrorReport(
         type=name,
         message=message,
-        traceback=_clean("".join(traceback.format_exception(type(error), error, _inner(error)))),
+        traceback=redactor.text(_clean("".join(lines))),
         exit_code=int(error.exit_code) if isinstance(error, PhalanxError) else 1,
         is_phalanx_error=ours,
         one_line=message if ours else " ".join(f"{name}: {message}".split()) if message else name,

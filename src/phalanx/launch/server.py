@@ -26,6 +26,8 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from phalanx.core.errors import EnvironmentProblem
+from phalanx.core.logs import redact_streams
+from phalanx.core.secrets import Redactor
 from phalanx.launch.lifeline import arm_lifelines
 from phalanx.launch.rank import RankTask, run_rank
 from phalanx.launch.rank_env import RankEnv
@@ -246,6 +248,7 @@ def main(arguments: Sequence[str]) -> int:
     for fd in (link_fd, life_fd, presence_fd):
         os.set_inheritable(fd, False)  # across exec: a rank's subprocesses hold none of them
     arm_lifelines([life_fd], whole_group=True)
+    redact_streams(Redactor(os.environ))  # both are the server's log, which lies in the run
     return Server(Channel(socket.socket(fileno=link_fd)), life_fd).serve()
 
 

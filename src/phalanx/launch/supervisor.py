@@ -14,7 +14,7 @@ from typing import Any
 
 from phalanx.core.errors import EXIT_CODE_MEANING, ExitCode, RestartBudgetError
 from phalanx.launch.attempt import LEAVING, AttemptEnd, AttemptWatch, Attention, Stop
-from phalanx.launch.paths import clear_black_boxes, next_attempt
+from phalanx.launch.paths import blank_out_logs, clear_black_boxes, next_attempt
 from phalanx.launch.reports import ErrorReport
 from phalanx.launch.restarts import RestartPolicy
 from phalanx.launch.server_process import ServerProcess, start_server
@@ -97,6 +97,7 @@ class _Supervisor:
         while True:
             self._num_attempts += 1
             end = self._run_attempt(number)
+            blank_out_logs(self._spec.run_dir, os.environ)
             failure = find_failure(end, self._spec.run_dir)
             if self._stop.signal is not None:
                 return self._stopped(end, failure)
@@ -150,15 +151,15 @@ class _Supervisor:
         server.link.send(order | {"sys_path": sys.path, "python_path": os.environ.get("PYTHONPATH")})
         while not server.link.closed:
             messages, signals = self._attention.wait(server.link)
+            if signals:  # before the messages: "ready" may have come in the same moment
+                self._stop.signal = signal.SIGINT if signal.SIGINT in signals else signal.SIGTERM
+                server.kill()
+                return end
             for message in messages:
                 if message["say"] == "ready":
                     self._bus.emit(Note("server_ready", {key: message[key] for key in ("import_s", "num_threads")}))
                     return None
                 end.start_error = ErrorReport(**message["report"])
-                return end
-            if signals:
-                self._stop.signal = signal.SIGINT if signal.SIGINT in signals else signal.SIGTERM
-                server.kill()
                 return end
         server.kill()
         end.server_loss = server.how_it_ended()

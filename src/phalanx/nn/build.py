@@ -9,7 +9,8 @@ from torch import nn
 
 from phalanx.core.digest import stable_hash64
 from phalanx.core.errors import LayoutError
-from phalanx.core.registry import is_foreign, resolve
+from phalanx.core.registry import resolve
+from phalanx.job.model import preset_of, refuse_untrainable
 from phalanx.job.schema import Job, Model
 from phalanx.job.shape import ModelShape
 from phalanx.nn.objective import Objective, causal_cross_entropy
@@ -19,16 +20,18 @@ MODELS = "phalanx.nn.models"
 
 def build_model(job: Job, shape: ModelShape) -> nn.Module:
     """A built-in model on the meta device (`parallelize` fills it), or the user's module with its own weights."""
-    if is_foreign(job.model.kind):
+    if job.model.is_foreign:
         return build_foreign(job.model, job.run.seed)
-    build = resolve(job.model.kind, MODELS, "build")
+    refuse_untrainable(job)
+    build = resolve(shape.kind, MODELS, "build")
     with torch.device("meta"):
-        module: nn.Module = build(shape, rope_theta=job.model.rope_theta, norm_eps=job.model.norm_eps)
+        module: nn.Module = build(shape)
     return module
 
 
 def build_foreign(model: Model, seed: int) -> nn.Module:
     """Call the user's factory from the same random state on every rank."""
+    assert model.kind is not None
     factory = resolve(model.kind, MODELS, "build")
     torch.manual_seed(stable_hash64("foreign init", seed) % 2**63)
     module: Any = factory(**model.args)
@@ -38,8 +41,12 @@ def build_foreign(model: Model, seed: int) -> nn.Module:
 
 
 def build_objective(job: Job) -> Objective:
-    """The user's objective, or chunked cross-entropy over tokens."""
-    if job.model.objective is None:
-        return causal_cross_entropy(job.train.loss_chunk_tokens)
-    objective: Objective = resolve(job.model.objective, MODELS, "objective")
+    """The user's objective, or the one of the model: of a user's own, chunked cross-entropy over tokens."""
+    objective: Objective
+    if job.model.objective is not None:
+        objective = resolve(job.model.objective, MODELS, "objective")
+    elif job.model.is_foreign:
+        objective = causal_cross_entropy(job.train.loss_chunk_tokens)
+    else:
+        objective = resolve(preset_of(job.model).kind, MODELS, "default_objective")(job.train.loss_chunk_tokens)
     return objective

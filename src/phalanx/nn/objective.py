@@ -57,6 +57,23 @@ def token_cross_entropy(outputs: Any, batch: Mapping[str, torch.Tensor]) -> tupl
     return loss_sum, (targets != IGNORE_INDEX).sum()
 
 
+def classification_cross_entropy(outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """For modules that return logits [batch, classes]: cross-entropy summed over labels that are not -100.
+
+    Labels are batch["labels"], or "targets" of a batch that calls them so.
+    """
+    if not isinstance(outputs, torch.Tensor) or outputs.ndim != 2:
+        raise TypeError(f"classification needs logits [batch, classes]; the model returned {_form(outputs)}")
+    labels = batch["labels"] if "labels" in batch else batch["targets"]
+    logits = outputs if outputs.dtype == torch.float64 else outputs.float()
+    loss_sum = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    return loss_sum, (labels != IGNORE_INDEX).sum()
+
+
+def _form(outputs: Any) -> str:
+    return f"a tensor {list(outputs.shape)}" if isinstance(outputs, torch.Tensor) else type(outputs).__name__
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Computes both gradients while each chunk's logits exist, so that no logits are kept or computed twice.
 

@@ -9,6 +9,9 @@ import traceback
 from pathlib import Path
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parameter import is_lazy
 
 from phalanx.core.errors import PhalanxError
 from phalanx.core.registry import resolve
@@ -16,20 +19,34 @@ from phalanx.mesh.blocks import find_blocks
 
 
 def describe(kind: str, args: dict[str, object]) -> dict[str, object]:
-    """Parameter names, shapes and blocks of `kind(**args)`, without allocating its weights."""
+    """Parameter names, shapes and blocks of `kind(**args)`, without allocating its weights where the factory can."""
     factory = resolve(kind, "phalanx.nn.models", "build")
-    with torch.device("meta"):
+    try:
+        with torch.device("meta"):
+            module = factory(**args)
+    except Exception:  # it reads numbers of its weights, say: then with weights, and an error of that is the user's
         module = factory(**args)
     if not isinstance(module, torch.nn.Module):
         raise PhalanxError(f"{kind} returned {type(module).__name__}, not an nn.Module")
+    lazy = [name for name, p in module.named_parameters() if is_lazy(p)]
+    if lazy:
+        raise PhalanxError(f"{lazy[0]} has no shape yet: call lazy layers once with a sample in the factory")
     blocks = {id(block) for block in find_blocks(module)}
     parameters = list(module.named_parameters())
     return {
         "num_params": sum(p.numel() for _, p in parameters),
         "num_trainable_params": sum(p.numel() for _, p in parameters if p.requires_grad),
         "tensors": [[name, list(p.shape), str(p.dtype).removeprefix("torch.")] for name, p in parameters],
+        "num_batchnorms": sum(isinstance(part, _BatchNorm) for part in module.modules()),
+        "num_dropouts": sum(_drops(part) for part in module.modules()),
         "blocks": [name for name, part in module.named_modules() if id(part) in blocks],
     }
+
+
+def _drops(part: torch.nn.Module) -> bool:
+    """Dropout layers, and torch's attention and recurrent layers, which hold a probability themselves."""
+    probability = part.p if isinstance(part, _DropoutNd) else getattr(part, "dropout", 0.0)
+    return isinstance(probability, float) and probability > 0
 
 
 def user_place(error: Exception) -> str:

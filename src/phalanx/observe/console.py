@@ -10,7 +10,9 @@ from typing import Any, Protocol, TextIO, cast
 
 from phalanx.core.units import format_bytes, format_count, format_seconds
 from phalanx.observe import events
-from phalanx.observe.events import Envelope, StepFinished
+from phalanx.observe.events import Envelope, EvalFinished, StepFinished
+from phalanx.observe.units import TEXT, Units
+from phalanx.observe.words import describe, printable
 
 AVERAGED_STEPS = 20  # the first steps are slow (allocation, compilation); a short memory forgets them soon
 REDRAW_S = 0.1
@@ -23,7 +25,6 @@ TOLD_ELSEWHERE = (
     events.BaselineMeasured,
     events.RunFinished,
 )
-MAX_LINE, MAX_SAMPLE = 300, 100
 
 
 class Console(Protocol):
@@ -42,19 +43,21 @@ class Console(Protocol):
     def close(self) -> None: ...
 
 
-def open_console(stream: TextIO, *, total_steps: int, log_every: int, is_terminal: bool | None = None) -> Console:
+def open_console(
+    stream: TextIO, *, total_steps: int, log_every: int, units: Units = TEXT, is_terminal: bool | None = None
+) -> Console:
     """A live bar if `stream` is a terminal, else one line each `log_every` steps. rich is imported only for the bar."""
     if is_terminal is None:
         is_terminal = stream.isatty()
     quiet = QuietStream(stream)
     if not is_terminal:
-        return PlainConsole(quiet, Pace(total_steps), log_every)
+        return PlainConsole(quiet, Pace(total_steps, units), log_every)
     from rich.console import Console as RichConsole
 
     screen = RichConsole(file=cast(TextIO, quiet), force_terminal=True, highlight=False, soft_wrap=True)
     if screen.is_dumb_terminal:
-        return PlainConsole(quiet, Pace(total_steps), log_every)
-    return LiveConsole(screen, Pace(total_steps))
+        return PlainConsole(quiet, Pace(total_steps, units), log_every)
+    return LiveConsole(screen, Pace(total_steps, units))
 
 
 class QuietStream:
@@ -95,7 +98,9 @@ class Pace:
     """Where the run stands and how fast it moves: what both consoles show, kept once."""
 
     total_steps: int
+    units: Units = TEXT
     last: StepFinished | None = None
+    last_eval: EvalFinished | None = None
     attempt: int = 0
     num_restarts: int = 0
     num_skipped: int = 0
@@ -110,6 +115,8 @@ class Pace:
             self.num_restarts += 1
         elif isinstance(event, events.StepSkipped) and envelope.rank == 0:
             self.num_skipped += 1
+        elif isinstance(event, EvalFinished):
+            self.last_eval = event
         if not isinstance(event, StepFinished):
             return False
         self._rss_bytes[envelope.rank] = event.rss_bytes
@@ -122,6 +129,10 @@ class Pace:
         if math.isfinite(event.step_s) and math.isfinite(event.tokens_per_s):
             self._recent.append((event.tokens_per_s * event.step_s, event.step_s))
         return True
+
+    def words(self, envelope: Envelope) -> str | None:
+        """The line for an event that is told here, or None."""
+        return None if isinstance(envelope.event, TOLD_ELSEWHERE) else describe(envelope, self.units)
 
     @property
     def step(self) -> int:
@@ -153,9 +164,15 @@ class Pace:
             f"loss {self.last.loss:.4f}",
             f"lr {self.last.learning_rate:.1e}",
             f"norm {self.last.grad_norm:.2f}",
-            f"{_rate(self.tokens_per_s)} tok/s",
+            f"{_rate(self.tokens_per_s)} {self.units.short_rate}",
             f"{format_seconds(self.step_s)}/step",
         ]
+
+
+def _eval(event: EvalFinished) -> str:
+    """ "eval 1.4200 (best 1.4000 at 300)"; of the best itself, only its loss."""
+    best = f" (best {event.best_loss:.4f} at {event.best_step})" if 0 < event.best_step != event.step else ""
+    return f"eval {event.loss:.4f}{best}"
 
 
 def _rate(per_s: float) -> str:
@@ -168,76 +185,6 @@ def _eta(seconds: float) -> str:
 
 def _memory(num_bytes: float) -> str:
     return format_bytes(num_bytes).replace(".0 ", " ") if math.isfinite(num_bytes) else "?"
-
-
-def printable(text: str, limit: int = 2000) -> str:
-    """One line without control characters: what a rank says must not move the cursor of whoever reads it."""
-    text = text.rstrip()
-    line = "".join(letter if letter.isprintable() else " " for letter in text[:limit])
-    return line if len(text) <= limit else line[:-1] + "…"
-
-
-def _squeezed(text: str, limit: int) -> str:
-    return printable(" ".join(text[: 4 * limit].split()), limit)
-
-
-def describe(envelope: Envelope) -> str | None:
-    """The line for an event that a person wants to know of, or None for the others."""
-    line = _words(envelope.event)
-    return None if line is None else _squeezed(line, MAX_LINE)
-
-
-def _words(event: events.Event) -> str | None:
-    match event:
-        case events.RunStarted():
-            layout = " x ".join(f"{axis}={degree}" for axis, degree in event.layout.items() if degree > 1) or "one rank"
-            start = f", continues at step {event.step} from {event.restored_from}" if event.restored_from else ""
-            took = format_seconds(event.startup_s)
-            return f"{event.run}: {event.world_size} ranks on {event.device}, {layout}, started in {took}{start}"
-        case events.StepSkipped():
-            return f"skipped step {event.step}: {event.reason.replace('_', ' ')} ({_norm(event.grad_norm)})"
-        case events.EvalFinished():
-            return (
-                f"held-out loss {event.loss:.4f} nats/token at step {event.step}"
-                f" ({format_count(event.num_targets)} tokens, {format_seconds(event.wall_s)})"
-            )
-        case events.BaselineMeasured():
-            return f"baseline {event.name}: {event.loss:.4f} nats/token"
-        case events.CheckpointSaved():
-            size, took = format_bytes(event.num_bytes), format_seconds(event.wall_s)
-            return f"saved checkpoint of step {event.step}: {event.path} ({size}, {took})"
-        case events.CheckpointFailed():
-            return f"checkpoint of step {event.step} failed: {event.reason} ({event.path})"
-        case events.TextGenerated():
-            return f"sample at step {event.step}: {_squeezed(event.prompt + event.text, MAX_SAMPLE)}"
-        case events.StopRequested():
-            return f"stopping after step {event.step}: {event.reason}"
-        case events.RankFailed():
-            where = f" at step {event.step}" + (f" in {event.phase}" if event.phase else "")
-            seen = f", seen after {format_seconds(event.detected_s)}"
-            return f"rank {event.failed_rank} failed{where}: {event.cause}, {_last_line(event.detail)}{seen}"
-        case events.RestartScheduled():
-            return f"restart {event.restart} of at most {event.budget}, from step {event.from_step}"
-        case events.RunFinished():
-            code = f", exit code {event.exit_code}" if event.exit_code else ""
-            return f"{event.status} at step {event.step} after {format_seconds(event.wall_s)}{code}"
-        case events.SinkDropped():
-            lost = f"lost {event.num_dropped} events" if event.num_dropped else "dropped"
-            return f"sink {event.sink} {lost}: {event.reason}"
-        case events.Note():
-            # A note is for machines and the report, unless it says why something is not as one would expect.
-            return f"{event.code.replace('_', ' ')}: {event.facts['why']}" if "why" in event.facts else None
-    return None
-
-
-def _norm(grad_norm: float) -> str:
-    return f"gradient norm {grad_norm:.3g}" if math.isfinite(grad_norm) else "gradient norm not finite"
-
-
-def _last_line(text: str) -> str:
-    """Of a traceback, the line that names the exception."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "no detail"
 
 
 class PlainConsole:
@@ -253,7 +200,7 @@ class PlainConsole:
         if self._pace.take(envelope):
             if self._is_due():
                 self.say(self._step_line())
-        elif not isinstance(envelope.event, TOLD_ELSEWHERE) and (line := describe(envelope)) is not None:
+        elif not isinstance(envelope.event, TOLD_ELSEWHERE) and (line := self._pace.words(envelope)) is not None:
             self.say(line)
 
     def _is_due(self) -> bool:
@@ -294,7 +241,7 @@ class LiveConsole:
     def write(self, envelope: Envelope) -> None:
         if self._pace.take(envelope):
             self.tick()
-        elif not isinstance(envelope.event, TOLD_ELSEWHERE) and (line := describe(envelope)) is not None:
+        elif not isinstance(envelope.event, TOLD_ELSEWHERE) and (line := self._pace.words(envelope)) is not None:
             self.say(line, style=_style(envelope.event))
 
     def say(self, line: str, style: str = "") -> None:
@@ -338,6 +285,8 @@ class LiveConsole:
             Text(f"eta {_eta(pace.eta_s)}"),
         )
         facts = [*pace.facts(), f"mem {_memory(pace.rss_bytes)}"]
+        if pace.last_eval is not None:
+            facts.insert(1, _eval(pace.last_eval))
         if pace.num_restarts:
             facts.append(f"restarts {pace.num_restarts}")
         if pace.num_skipped:
@@ -345,9 +294,20 @@ class LiveConsole:
         return Group(bar, Text("  ".join(facts), no_wrap=True, overflow="ellipsis"))
 
 
+_YELLOW = (
+    events.StepSkipped,
+    events.RestartScheduled,
+    events.SinkDropped,
+    events.StopRequested,
+    events.LoaderWorkerReplaced,
+)
+
+
 def _style(event: events.Event) -> str:
     if isinstance(event, events.RankFailed | events.CheckpointFailed):
         return "red"
-    if isinstance(event, events.StepSkipped | events.RestartScheduled | events.SinkDropped | events.StopRequested):
+    if isinstance(event, events.Note):
+        return "yellow" if event.code == "warning" else ""
+    if isinstance(event, _YELLOW):
         return "yellow"
     return ""

@@ -10,7 +10,7 @@ import json
 import math
 import re
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 SCHEMA = 1
@@ -75,12 +75,20 @@ class StepSkipped(Event):
 
 @dataclass(frozen=True)
 class EvalFinished(Event):
-    """Loss in nats per token on held-out data, from rank 0."""
+    """Loss per target on held-out data, from rank 0; nats per token for models of text.
+
+    `loss_by_source`: of each source of a mixture, where there are several. `best_step` and `best_loss` are those of the
+    best evaluation of the run so far, this one included (step 0: none had a finite loss). With eval.keep_best, the best
+    is saved and named in RUN/best.json before this is said.
+    """
 
     step: int
     loss: float
     num_targets: int
     wall_s: float
+    loss_by_source: dict[str, float] = field(default_factory=dict)
+    best_step: int = 0
+    best_loss: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -193,6 +201,27 @@ class SinkDropped(Event):
 
 
 @dataclass(frozen=True)
+class SamplesRead(Event):
+    """What a rank read for a step that is done, in order (observe.samples). `ranges`: first, beyond, first, beyond, ...
+    of global sample numbers. `xxh3`: checksum of all that was delivered for them.
+    """
+
+    step: int
+    data_parallel_rank: int
+    data_parallel_size: int
+    ranges: list[int]
+    xxh3: str
+
+
+@dataclass(frozen=True)
+class LoaderWorkerReplaced(Event):
+    """A process that reads ahead died or was silent for too long; another does `step` and what follows."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class Note(Event):
     """A fact that has no class of its own; `code` is stable, `facts` is JSON."""
 
@@ -220,7 +249,7 @@ class Envelope:
             "rank": self.rank,
             "attempt": self.attempt,
         }
-        body = head | asdict(self.event)
+        body = head | vars(self.event)
         try:
             return json.dumps(body, separators=(",", ":"), allow_nan=False)
         except ValueError:

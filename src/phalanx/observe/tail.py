@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from phalanx.observe.events import Envelope, parse_line
+from phalanx.observe.events import Envelope, Event, parse_line
 
 RANK_FILE = re.compile(r"rank-(\d{1,9})-attempt-(\d{1,9})\.jsonl")
 SUPERVISOR_FILE = "supervisor.jsonl"
@@ -61,6 +61,28 @@ _FITS: dict[str, Callable[[Any], bool]] = {
     "dict[str, Any]": lambda value: type(value) is dict,
     "list[int]": lambda value: type(value) is list and all(map(_is_whole, value)),
 }
+
+
+def recorded(run_dir: Path, kind: type[Event], *, rank: int = 0) -> Iterator[Envelope]:
+    """The events of one kind that a rank has written in any attempt, oldest attempt first.
+
+    Lines of other kinds are not parsed: a run of a million steps has a few hundred megabytes of them.
+    """
+    mark = f'"event":"{kind.kind()}"'.encode()
+    try:
+        names = sorted(entry.name for entry in (run_dir / "events").iterdir())
+    except OSError:
+        return
+    for name in names:
+        match = RANK_FILE.fullmatch(name)
+        if match is None or int(match[1]) != rank:
+            continue
+        try:
+            with open(run_dir / "events" / name, "rb") as file:
+                found = [read_event(line) for line in file if mark in line]
+        except OSError:
+            continue
+        yield from (envelope for envelope in found if envelope is not None and isinstance(envelope.event, kind))
 
 
 class EventTail:

@@ -9,33 +9,69 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.core.errors import LayoutError
+from phalanx.core.errors import DataError, LayoutError
 
 ANY = "**"  # stands for a forward that takes any keyword
+MAX_SHOWN = 12  # entries of a batch in a message
+
+
+class NamedTensors(dict[str, torch.Tensor]):
+    """A batch. A name that it lacks is a mistake in a dataset or an objective, and is told as one."""
+
+    def __missing__(self, key: str) -> torch.Tensor:
+        raise DataError(
+            f"a batch has no {key!r}",
+            why=f"it has {describe_batch(self)}",
+            fix="return it from your dataset under that name, or read another in your objective",
+        )
 
 
 def call_with_batch(module: nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(args, kwargs): `batch["inputs"]` first, then each other entry except "targets" that forward names."""
-    if "inputs" not in batch:
-        raise KeyError(f"a batch needs 'inputs'; it has {sorted(batch)}")
-    known = _parameter_names(module)
+    """(args, kwargs): `batch["inputs"]` first, if there, then each other entry except "targets" that forward names.
+
+    Raises LayoutError for a forward that needs what the batch does not have.
+    """
+    known, first, needed = _forward_names(module)
     extras = {key: value for key, value in batch.items() if key not in ("inputs", "targets") and _takes(known, key)}
     if "document_ids" in batch and "document_ids" not in extras:
         raise LayoutError(
             f"{type(module).__name__} cannot keep documents apart: its forward takes no document_ids",
             fix="add the argument and mask attention with it, or leave document_ids out of the batch",
         )
-    return (batch["inputs"],), extras
+    args = (batch["inputs"],) if "inputs" in batch else ()
+    if not args and not extras:
+        raise LayoutError(
+            f"the forward of {type(module).__name__} names nothing of a batch with {', '.join(sorted(batch))}",
+            fix="give the batch 'inputs', or name an argument of forward as the batch does",
+        )
+    missing = [name for name in needed if name not in extras and not (args and name == first)]
+    if missing:
+        kept = " (targets are for the objective alone)" if "targets" in missing else ""
+        raise LayoutError(
+            f"the forward of {type(module).__name__} needs {', '.join(missing)}{kept}",
+            why=f"a batch has {describe_batch(batch)}",
+            fix="return it from your dataset under that name, or give the argument a default",
+        )
+    return args, extras
 
 
 def _takes(known: frozenset[str], key: str) -> bool:
     return key in known or ANY in known
 
 
-def _parameter_names(module: nn.Module) -> frozenset[str]:
+def _forward_names(module: nn.Module) -> tuple[frozenset[str], str, tuple[str, ...]]:
+    """(the names that forward knows, the first of them, those that it cannot do without)."""
     cached = module.__dict__.get("_phalanx_forward_names")
     if cached is None:
-        parameters = inspect.signature(module.forward).parameters.values()
-        cached = frozenset(ANY if p.kind is p.VAR_KEYWORD else p.name for p in parameters)
-        module.__dict__["_phalanx_forward_names"] = cached
+        parameters = list(inspect.signature(module.forward).parameters.values())
+        known = frozenset(ANY if p.kind is p.VAR_KEYWORD else p.name for p in parameters)
+        variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        needed = tuple(p.name for p in parameters if p.default is p.empty and p.kind not in variable)
+        cached = module.__dict__["_phalanx_forward_names"] = (known, parameters[0].name if parameters else "", needed)
     return cached
+
+
+def describe_batch(batch: Mapping[str, torch.Tensor]) -> str:
+    """ "inputs float32 [32, 1, 8, 8], labels int64 [32]": what most mistakes of a new model are about."""
+    shown = [f"{key} {str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for key, t in batch.items()]
+    return ", ".join(shown[:MAX_SHOWN]) + (" ..." if len(shown) > MAX_SHOWN else "") or "nothing"

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from phalanx.core.errors import LayoutError
 from phalanx.mesh.compat import ddp_buffer_option
 from phalanx.mesh.logical import full_name
+from phalanx.parallel.batchnorm import differing_buffers
 from phalanx.parallel.protocol import Order, Workpiece
 from phalanx.plan.planner import Plan
 
@@ -23,7 +24,7 @@ class DpReplicate:
 
     def apply(self, piece: Workpiece) -> None:
         piece.materialize()
-        has_buffers = any(True for _ in piece.root.buffers())
+        has_buffers = bool(differing_buffers(piece.root))
         ddp = DistributedDataParallel(
             piece.root,
             process_group=piece.mesh.submesh("dp_replicate").get_group(),

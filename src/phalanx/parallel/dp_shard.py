@@ -19,6 +19,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.core.phases import Phases
 from phalanx.mesh.compat import fsdp_comm_classes, reduce_unused_parameters
 from phalanx.mesh.logical import full_name
+from phalanx.parallel.batchnorm import differing_buffers
 from phalanx.parallel.protocol import Order, Workpiece
 from phalanx.plan.planner import Plan
 
@@ -51,7 +52,7 @@ class DpShard:
         for unit in units:
             _time_communication(unit, piece.phases)
             reduce_unused_parameters(unit)
-        root, buffers = piece.root, list(piece.root.buffers())
+        root, buffers = piece.root, differing_buffers(piece.root)
 
         @contextmanager
         def sync(on: bool) -> Iterator[None]:

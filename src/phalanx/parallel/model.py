@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from phalanx.core.errors import LayoutError, PhalanxError
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import LogicalShard, local_tensor, module_shards
 from phalanx.mesh.mesh import Mesh
-from phalanx.parallel.calling import call_with_batch
+from phalanx.parallel.calling import NamedTensors, call_with_batch, describe_batch
 from phalanx.parallel.protocol import Workpiece
 from phalanx.parallel.saved import SavedBytes
 from phalanx.plan.planner import Plan
@@ -72,6 +73,29 @@ def _norm_dtype(gradients: list[torch.Tensor]) -> torch.dtype:
     for gradient in gradients:
         wide = torch.promote_types(wide, gradient.dtype)
     return wide
+
+
+def _require_sums(found: Any) -> None:
+    """An objective returns (loss_sum, num_targets); what is easily returned instead is a mean loss."""
+    fix = "return (loss_sum, num_targets): the sum of the losses, a tensor of no dimensions, and how many they are"
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise LayoutError(f"the objective returned {_kind(found)}", fix=fix)
+    loss, targets = found
+    if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.is_floating_point():
+        raise LayoutError(f"the objective's loss_sum is {_kind(loss)}", fix=fix)
+    if (isinstance(targets, torch.Tensor) and targets.ndim) or not isinstance(targets, torch.Tensor | int | float):
+        raise LayoutError(f"the objective's num_targets is {_kind(targets)}", fix=fix)
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise LayoutError(
+            "the objective's loss_sum has no gradient",
+            fix="compute it from the model's outputs with torch, without detach(), item() or no_grad",
+        )
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
+    return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, tuple | list) else "")
 
 
 class ParallelModel:
@@ -160,19 +184,29 @@ class ParallelModel:
         self.saved_bytes = saved.num_bytes
 
     @torch.no_grad()
-    def evaluate(self, microbatches: Sequence[Batch], objective: Objective) -> StepSums:
+    def evaluate(self, microbatches: Iterable[Batch], objective: Objective) -> StepSums:
         """Local sums without gradients. Every rank must hand in the same number of microbatches."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         num_targets = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        for batch in microbatches:
-            loss, targets = self._loss(batch, objective)
-            loss_sum += loss
-            num_targets += targets
+        try:
+            for batch in microbatches:
+                loss, targets = self._loss(batch, objective)
+                loss_sum += loss
+                num_targets += targets
+        finally:  # no backward follows that would free the weights
+            self._piece.rest()
         return StepSums(loss_sum, num_targets)
 
     def _loss(self, batch: Batch, objective: Objective) -> tuple[torch.Tensor, torch.Tensor]:
-        batch = {key: tensor.to(self.mesh.device, non_blocking=True) for key, tensor in batch.items()}
-        loss, targets = self.call_then(batch, lambda outputs: objective(outputs, batch))
+        batch = NamedTensors({key: t.to(self.mesh.device, non_blocking=True) for key, t in batch.items()})
+        try:
+            found = self.call_then(batch, lambda outputs: objective(outputs, batch))
+        except Exception as error:
+            if not isinstance(error, PhalanxError):
+                error.add_note(f"the batch: {describe_batch(batch)}")
+            raise
+        _require_sums(found)
+        loss, targets = found
         return loss, targets
 
     @torch.no_grad()

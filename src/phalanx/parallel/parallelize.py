@@ -7,6 +7,7 @@ import importlib
 import torch
 import xxhash
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from phalanx.core.errors import LayoutError
 from phalanx.core.phases import Phases
@@ -38,6 +39,12 @@ def parallelize(
     """
     if plan.layout.world_size != mesh.world_size:
         raise LayoutError(f"the plan is for {plan.layout.world_size} ranks and the mesh has {mesh.world_size}")
+    lazy = [name for name, p in module.named_parameters() if is_lazy(p)]
+    if lazy:
+        raise LayoutError(
+            f"the shape of {lazy[0]} is not known yet: {type(module).__name__} is lazy",
+            fix="call it once with a sample in your factory, or use the layer that is not lazy",
+        )
     on_meta = any(p.is_meta for p in module.parameters())
     if on_meta and not hasattr(module, "initialize"):
         raise LayoutError(

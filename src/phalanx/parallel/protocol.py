@@ -21,9 +21,10 @@ class Order(IntEnum):
 
     SPLIT = 1  # pipeline stages
     SHARD = 2  # tensor and expert parallelism
-    RECOMPUTE = 3
-    COMPILE = 4
-    DATA = 5  # data parallelism wraps what is left
+    STATISTICS = 3  # layers that must see what all ranks see
+    RECOMPUTE = 4
+    COMPILE = 5
+    DATA = 6  # data parallelism wraps what is left
 
 
 class Root(nn.Module):

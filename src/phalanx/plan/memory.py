@@ -1,7 +1,7 @@
 """Bytes per rank, by category, from published arithmetic.
 
 States follow the ZeRO paper (arXiv 1910.02054, §5): stage 1 splits optimizer state over the data-parallel ranks,
-stage 2 also gradients, stage 3 also parameters. Activations count what autograd keeps for the built-in decoder.
+stage 2 also gradients, stage 3 also parameters. Activations count what autograd keeps (phalanx.plan.activations).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.job.shape import ModelShape
+from phalanx.plan import activations
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "loss", "communication", "allocator")
 
@@ -44,11 +45,13 @@ class Workload:
     """What one rank does with the model in one microbatch."""
 
     micro_batch_size: int
-    seq_len: int
+    seq_len: int  # of an image: its patches (and class token)
     precision: str  # "fp32" | "bf16"
     recompute: str  # "none" | "full"
     loss_chunk_tokens: int
     num_microbatches: int = 1
+    document_masks: bool = False
+    optimizer_bytes: int = 8  # per parameter
 
     @property
     def tokens(self) -> int:
@@ -60,30 +63,32 @@ class Workload:
 
 
 def activation_bytes(shape: ModelShape, work: Workload) -> float:
-    """Bytes autograd keeps from the forward to the backward, all layers of the decoder.
+    """Bytes autograd keeps from the forward to the backward, all layers.
 
-    Per token and layer: for both norms, input and normalised input in fp32 and the output in the compute type; then in
-    elements of the compute type heads x head_dim for each of q, k, v (key and value repeated to the query heads), the
-    attention output and its flattened copy, and 4 ffn (gate, silu(gate), up, their product); and one fp32
-    log-sum-exp per head.
-    Recompute keeps the layer's input, and one layer is alive while it is redone. A test compares this with what
-    autograd saves, tensor by tensor.
+    Recompute keeps each layer's input, and one layer is alive while it is redone.
     """
-    width = shape.num_heads * shape.head_dim
-    norm = shape.dim * (2 * 4 + work.compute_bytes)
-    per_layer = 2 * norm + (5 * width + 4 * shape.ffn_dim) * work.compute_bytes + 4 * shape.num_heads
-    boundary = shape.dim * work.compute_bytes
-    layers = shape.num_layers * per_layer
+    c = work.compute_bytes
+    dense, sparse = (activations.block_bytes(shape, c, experts=experts) for experts in (False, True))
+    num_sparse = shape.num_expert_layers
+    layers = (shape.num_layers - num_sparse) * dense + num_sparse * sparse
     if work.recompute == "full":
-        layers = shape.num_layers * boundary + per_layer
-    return work.tokens * (layers + norm)
+        largest = max(dense if num_sparse < shape.num_layers else 0, sparse if num_sparse else 0)
+        layers = shape.num_layers * shape.dim * c + largest
+    masks = activations.mask_bytes(shape, work.micro_batch_size, work.seq_len, c, documents=work.document_masks)
+    if shape.reads_images:  # the last norm and the head see one token of each image
+        return work.tokens * layers + work.micro_batch_size * activations.image_bytes(shape, c)
+    last = activations.norm_bytes(shape, shape.dim, c) + activations.table_bytes(shape)
+    return work.tokens * (layers + last) + masks
 
 
 def loss_bytes(shape: ModelShape, work: Workload) -> float:
     """Bytes of the chunked cross-entropy: fp32 logits of one chunk, gradients of hidden states and head.
 
-    In bf16 a chunk also exists in the compute type twice: as it leaves the matmul and as it enters the next.
+    In bf16 a chunk also exists in the compute type twice: as it leaves the matmul and as it enters the next. Over
+    classes there are no chunks: logits, their log-softmax and its gradient in fp32.
     """
+    if shape.reads_images:
+        return 3 * 4 * work.micro_batch_size * shape.num_classes
     chunk = min(work.loss_chunk_tokens, work.tokens)
     low = 0 if work.compute_bytes == 4 else 2 * work.compute_bytes
     logits = chunk * shape.vocab_size * (4 + low)
@@ -99,7 +104,7 @@ def communication_bytes(shape: ModelShape, work: Workload, zero_stage: int) -> f
         return shape.num_params * 2 if work.precision == "bf16" else 0
     # Between microbatches gradients are not reduced, and stay whole.
     accumulated = shape.num_params * 4 if work.num_microbatches > 1 else 0
-    block, rest = shape.block_params, shape.num_params - shape.num_layers * shape.block_params
+    block, rest = shape.block_params, shape.num_params - shape.blocks_params
     if zero_stage == 3:
         # The root unit (embedding, head) stays whole through the forward; one block is gathered beside it.
         return (rest + block) * work.compute_bytes + max(rest, block) * 4 + accumulated
@@ -111,7 +116,7 @@ def rank_memory(shape: ModelShape, work: Workload, zero_stage: int, dp_size: int
 
     Of a user's own module only the states are known: activations, loss and communication count zero.
     """
-    memory = state_bytes(shape.num_params, zero_stage, dp_size, StateBytes())
+    memory = state_bytes(shape.num_params, zero_stage, dp_size, StateBytes(optimizer=work.optimizer_bytes))
     if shape.is_known:
         memory["activations"] = activation_bytes(shape, work)
         memory["loss"] = loss_bytes(shape, work)

@@ -11,15 +11,18 @@ from typing import Any
 
 from phalanx.core.batch import BYTE_VOCAB_SIZE
 from phalanx.core.digest import digest
-from phalanx.core.errors import LayoutError
+from phalanx.core.errors import DataError, LayoutError
 from phalanx.core.registry import is_foreign
 from phalanx.core.units import format_bytes, format_count
 from phalanx.job.foreign import probe_foreign_shape
+from phalanx.job.model import shape_of, what_follows
+from phalanx.job.rate import peak_rate
 from phalanx.job.schema import Job
-from phalanx.job.shape import ModelShape, shape_of
+from phalanx.job.shape import ModelShape
 from phalanx.plan.cluster import Cluster, detect_cluster
 from phalanx.plan.layout import Layout
 from phalanx.plan.memory import Workload, rank_memory
+from phalanx.plan.warnings import DataFacts, EarlyWarning, early_warnings, epoch_ends
 
 SHAPE_CACHE = Path(os.path.expanduser("~/.cache/phalanx/shapes"))  # keyed by the sources of the user's module
 MAX_CPU_RANKS = 8
@@ -59,17 +62,20 @@ class Plan:
     compile: bool
     zero_stage: int
     bucket_mb: float
+    sync_batchnorm: bool
     seed: int
     global_batch_size: int
     micro_batch_size: int
     num_microbatches: int
     seq_len: int
+    peak_lr: float
     vocab_size: int
     num_params: int
     flops_per_token: float | None
     capacity_bytes: int
     alternatives: tuple[Candidate, ...] = ()
     reasons: tuple[str, ...] = ()
+    warnings: tuple[EarlyWarning, ...] = ()
     shape: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -78,8 +84,9 @@ class Plan:
 
     @property
     def targets_per_rank(self) -> int:
-        """Target tokens of one rank in one step when none is masked."""
-        return self.num_microbatches * self.micro_batch_size * self.seq_len
+        """Targets of one rank in one step when none is masked: tokens, or the labels of images."""
+        per_sample = 1 if self.model_shape.reads_images else self.seq_len
+        return self.num_microbatches * self.micro_batch_size * per_sample
 
     @property
     def model_shape(self) -> ModelShape:
@@ -94,6 +101,7 @@ class Plan:
         body = asdict(self) | {"layout": self.layout.to_json(), "world_size": self.world_size}
         body["alternatives"] = [candidate.to_json() for candidate in self.alternatives]
         body["reasons"] = list(self.reasons)
+        body["warnings"] = [asdict(warning) for warning in self.warnings]
         chosen = self.chosen
         body["memory"] = {
             "predicted_bytes": chosen.predicted_bytes,
@@ -113,6 +121,7 @@ class Plan:
             for c in body["alternatives"]
         )
         values["reasons"] = tuple(body["reasons"])
+        values["warnings"] = tuple(EarlyWarning(**warning) for warning in body["warnings"])
         return cls(**values)
 
 
@@ -123,37 +132,50 @@ def make_plan(
     vocab_size: int | None = None,
     num_ranks: int | None = None,
     shape: ModelShape | None = None,
+    data: DataFacts | None = None,
 ) -> Plan:
     """Choose the simplest layout that fits and say why.
 
     `shape` saves describing a user's own module again, which takes another process a few seconds.
     `vocab_size` comes from the data when the job leaves it open; `num_ranks` is fixed when ranks run already (under
-    another launcher). Raises LayoutError (exit 3) for ranks or batches that do not divide, naming the nearest that do,
-    and for a layout that was asked for and cannot fit.
+    another launcher); `data`, once it is known, is what some warnings are about. Raises LayoutError (exit 3) for ranks
+    or batches that do not divide, naming the nearest that do, and for a layout that was asked for and cannot fit.
     """
     cluster = cluster or detect_cluster(job.cluster.device)
     if shape is None:
-        shape = foreign_shape(job) or shape_of(job, vocab_size or job.model.vocab_size or BYTE_VOCAB_SIZE)
+        shape = foreign_shape(job) or shape_of(job, vocab_size or BYTE_VOCAB_SIZE)
+    if vocab_size and 0 < shape.vocab_size < vocab_size:
+        raise DataError(
+            f"the data has a vocabulary of {vocab_size} tokens and the model one of {shape.vocab_size}",
+            fix=f"set model.vocab_size={vocab_size}, or use the tokenizer of the model",
+        )
     ranks, reasons = _choose_ranks(job, cluster, num_ranks)
     micro, num_microbatches = _split_batch(job, ranks)
+    # What an own module makes of an own sample, nobody knows: a sample is one thing then.
+    seq_len = shape.tokens_of(job.data.seq_len) if shape.is_known or not _has_own_dataset(job) else 1
     work = Workload(
         micro,
-        job.data.seq_len,
+        seq_len,
         job.precision.compute,
         job.train.recompute,
         job.train.loss_chunk_tokens,
         num_microbatches,
+        job.data.document_masks,
+        _optimizer_bytes(job),
     )
     capacity = _capacity(job, cluster, ranks)
     candidates = _weigh(job, shape, work, ranks, capacity, cluster.device)
     chosen = _choose(job, candidates, capacity, reasons)
     alternatives = tuple(_explain(c, chosen, capacity, reasons[-1]) for c in candidates)
+    reasons += what_follows(job.model)
     flops = shape.flops_per_token(job.data.seq_len)["training"] if shape.is_known else None
     if flops is None:
         reasons.append(
             "activations of your own model are not predicted; memory counts weights, gradients and optimizer"
         )
-    return Plan(
+    peak = peak_rate(job)
+    reasons += [peak.why] if peak.why else []
+    plan = Plan(
         job_digest=job_digest(job),
         layout=chosen.layout,
         device=cluster.device,
@@ -162,11 +184,13 @@ def make_plan(
         compile=job.train.compile,
         zero_stage=chosen.zero_stage,
         bucket_mb=job.parallel.bucket_mb,
+        sync_batchnorm=job.parallel.sync_batchnorm,
         seed=job.run.seed,
         global_batch_size=job.train.global_batch_size,
         micro_batch_size=micro,
         num_microbatches=num_microbatches,
-        seq_len=job.data.seq_len,
+        seq_len=seq_len,
+        peak_lr=peak.lr,
         vocab_size=shape.vocab_size if shape.is_known else vocab_size or 0,
         num_params=shape.num_params,
         flops_per_token=flops,
@@ -175,6 +199,9 @@ def make_plan(
         reasons=tuple(reasons),
         shape=shape.to_json(),
     )
+    told = epoch_ends(job, plan, data)
+    reasons += [told] if told else []
+    return replace(plan, reasons=tuple(reasons), warnings=early_warnings(job, plan, data))
 
 
 def job_digest(job: Job) -> str:
@@ -186,9 +213,22 @@ def job_digest(job: Job) -> str:
 
 def foreign_shape(job: Job) -> ModelShape | None:
     """What can be measured of a user's own module; None for a built-in one."""
-    if not is_foreign(job.model.kind):
+    if job.model.kind is None or not is_foreign(job.model.kind):
         return None
     return probe_foreign_shape(job.model.kind, job.model.args, SHAPE_CACHE)
+
+
+def _has_own_dataset(job: Job) -> bool:
+    names = job.data.source.replace(":", ".").split(".")
+    is_name = is_foreign(job.data.source) and all(name.isidentifier() for name in names)
+    return is_name and not job.data.mixture and not os.path.exists(job.data.source)
+
+
+def _optimizer_bytes(job: Job) -> int:
+    """Per parameter: two fp32 moments of AdamW, one of SGD with momentum; of an own optimizer as many as AdamW."""
+    if job.optim.kind == "sgd":
+        return 4 if job.optim.momentum else 0
+    return 8
 
 
 def divisors(number: int) -> list[int]:
@@ -355,15 +395,20 @@ def _explain(candidate: Candidate, chosen: Candidate, capacity: int, reason: str
 
 def describe(plan: Plan) -> list[str]:
     """The plan in a few lines of text for a terminal or a log."""
-    chosen = plan.chosen
+    chosen, shape = plan.chosen, plan.model_shape
+    what = f"images x {plan.seq_len} tokens" if shape.reads_images else f"sequences x {plan.seq_len} tokens"
+    if plan.seq_len == 1:
+        what = "samples"
+    active = f", {format_count(shape.num_active_params)} of them active" if shape.num_experts else ""
     flops = f" ({format_count(plan.flops_per_token)}FLOP per token)" if plan.flops_per_token else ""
     lines = [
-        f"plan    {format_count(plan.num_params)} parameters{flops}, {plan.precision} on {plan.world_size} "
+        f"plan    {format_count(plan.num_params)} parameters{active}{flops}, {plan.precision} on {plan.world_size} "
         f"{plan.device} rank{'s' if plan.world_size > 1 else ''}: {chosen.name} ({plan.layout})",
-        f"        {plan.global_batch_size} sequences x {plan.seq_len} tokens per step = {plan.world_size} ranks x "
+        f"        {plan.global_batch_size} {what} per step = {plan.world_size} ranks x "
         f"{plan.num_microbatches} x {plan.micro_batch_size}",
     ]
     lines += [f"why     {reason}" for reason in plan.reasons]
+    lines += [f"warn    {warning.text}" for warning in plan.warnings]
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in chosen.predicted_bytes.items() if size)
     lines.append(f"memory  {format_bytes(chosen.total_bytes)} per rank predicted: {parts}")
     for candidate in plan.alternatives:

@@ -20,6 +20,7 @@ MAX_POINTS = 1200  # two per pixel column of the plot: more cannot be seen
 MAX_COLUMNS = 120
 MAX_TABLE_ROWS = 40
 MAX_MARKS = 150
+MAX_DOTS = 60
 MIN_SHARE = 0.002  # of a bar: less is not a pixel; the tables have it
 MIN_LABEL_GAP = 0.075  # of the plot's height, so that labels beside it do not overlap
 
@@ -28,7 +29,10 @@ _SIZE = 1000  # of the SVG's own coordinates, both ways
 
 @dataclass(frozen=True)
 class Series:
-    """One line. `css_class` chooses its colour and weight; `end_label` is written beside its last point."""
+    """One line. `css_class` chooses its colour and weight; `end_label` is written beside its last point.
+
+    `dots`: single measurements, joined by a thin line; where they are too many to tell apart, the line alone.
+    """
 
     name: str
     xs: Sequence[float]
@@ -111,8 +115,10 @@ def line_chart(chart: LineChart) -> Html:
         drawing.svg.append(_path(_horizontal(y_scale(reference.value)), reference.css_class))
     for series, xs, ys in points:
         if series.dots:
+            drawing.svg.append(_path(_line(xs, ys, x_scale, y_scale), f"thin {series.css_class}"))
+        if series.dots and len(xs) <= MAX_DOTS:
             drawing.over += [_dot(x_scale(x), y_scale(y), series.css_class) for x, y in zip(xs, ys, strict=True)]
-        else:
+        elif not series.dots:
             drawing.svg.append(_path(_line(xs, ys, x_scale, y_scale), series.css_class))
         if len(points) > 1:  # one line needs no key: the title names it
             drawing.legend.append(_key(series.css_class, series.name, dot=series.dots))

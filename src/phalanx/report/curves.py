@@ -11,6 +11,9 @@ from phalanx.report.facts import RunFacts
 from phalanx.report.markup import Html, tag
 from phalanx.report.sample import running_median, smooth
 
+MAX_SOURCES = 6
+MAX_NAME = 32
+
 
 def curves(facts: RunFacts) -> Html:
     return tag(
@@ -72,6 +75,7 @@ def loss_chart(facts: RunFacts) -> Html:
         label = f"held-out {facts.evals[-1].loss:.3f}"
         at, losses = [event.step for event in facts.evals], [event.loss for event in facts.evals]
         series.append(Series("held-out", at, losses, "eval", dots=True, end_label=label))
+        series += _by_source(facts)
     finite = [baseline for baseline in facts.baselines if math.isfinite(baseline.loss)]
     references = [
         Reference(baseline.name, baseline.loss, f"{baseline.name} {baseline.loss:.3f}", "ref b" if odd % 2 else "ref")
@@ -79,8 +83,8 @@ def loss_chart(facts: RunFacts) -> Html:
     ]
     chart = LineChart(
         title="Loss",
-        y_label="nats per token",
-        unit="nats/token",
+        y_label=facts.units.loss_in_words,
+        unit=facts.units.loss,
         series=series,
         references=references,
         marks=[*restarts(facts), *skips(facts, steps.step, steps.loss)],
@@ -91,8 +95,28 @@ def loss_chart(facts: RunFacts) -> Html:
     return line_chart(chart)
 
 
+def _by_source(facts: RunFacts) -> list[Series]:
+    """The held-out loss of each source of a mixture."""
+    names = dict.fromkeys(name for event in facts.evals for name in event.loss_by_source)
+    found = []
+    for number, name in enumerate(list(names)[:MAX_SOURCES]):
+        told = [event for event in facts.evals if name in event.loss_by_source]
+        at, losses = [event.step for event in told], [event.loss_by_source[name] for event in told]
+        found.append(Series(f"held-out, {short(name)}", at, losses, f"source d{number}", dots=True))
+    return found
+
+
+def short(name: str) -> str:
+    """The end of a path or pattern, which is what tells sources apart."""
+    return name if len(name) <= MAX_NAME else f"…{name[-MAX_NAME + 1 :]}"
+
+
 def _loss_note(facts: RunFacts) -> str:
     said = []
+    best, kept = facts.best, facts.kept_best
+    if best is not None and len(facts.evals) > 1:
+        where = f", kept as {kept.checkpoint}" if kept is not None and kept.step == best.step else ""
+        said.append(f"Best of {len(facts.evals):,} evaluations: {best.loss:.4f} at step {best.step:,}{where}.")
     if facts.num_rolled_back:
         said.append(
             f"{facts.num_rolled_back:,} steps were rolled back by restarts and {facts.num_redone:,} done again;"
@@ -127,8 +151,8 @@ def throughput_chart(facts: RunFacts) -> Html:
     steps = facts.steps
     chart = LineChart(
         title="Throughput",
-        y_label="tokens per second",
-        unit="tokens/s",
+        y_label=f"{facts.units.items} per second",
+        unit=facts.units.rate,
         series=_with_median(steps.step, steps.tokens_per_s),
         marks=restarts(facts),
         zero=True,

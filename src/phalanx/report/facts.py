@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from phalanx.checkpoint.best import Best
 from phalanx.observe import events
 from phalanx.observe.events import Envelope
+from phalanx.observe.units import Units
 
 # What the page charges seconds to: the phases of `phalanx.core.phases`, the rare ones taken together.
 GROUPS = (
@@ -123,3 +126,14 @@ class RunFacts:
     plan: dict[str, Any]
     job: dict[str, Any]
     problems: list[str]
+    kept_best: Best | None
+    """The checkpoint that RUN/best.json names."""
+    units: Units
+    warnings: list[str]
+    """What was said before the first step or along the way that a person should know."""
+
+    @property
+    def best(self) -> events.EvalFinished | None:
+        """The first of the evaluations with the lowest loss, over as many targets as the last one."""
+        comparable = [e for e in self.evals if math.isfinite(e.loss) and e.num_targets == self.evals[-1].num_targets]
+        return min(comparable, key=lambda event: (event.loss, event.step), default=None)

@@ -9,7 +9,8 @@ from phalanx.report.facts import RunFacts
 from phalanx.report.markup import Html, tag
 
 _STATUS_CLASS = {"finished": "finished", "failed": "bad", "interrupted": "bad", "preempted": "open"}
-_UNITS = ("nats/token", "tokens/s")  # set smaller than the number before them
+_UNITS = ("nats/token", "tokens/s", "targets/s")  # set smaller than the number before them
+MAX_WARNINGS = 10
 
 
 def header(facts: RunFacts) -> Html:
@@ -19,6 +20,7 @@ def header(facts: RunFacts) -> Html:
         tag("div", tag("h1", facts.name), tag("span", facts.status, class_=f"status {status_class}"), class_="name"),
         tag("p", _when(facts), class_="when"),
         tag("dl", [_key(*key) for key in _keys(facts)], class_="keys"),
+        [tag("p", text, class_="note warning") for text in facts.warnings[:MAX_WARNINGS]],
     )
 
 
@@ -42,12 +44,17 @@ def _keys(facts: RunFacts) -> list[tuple[str, str, str]]:
     done = f"{facts.last_step:,}" + (f" / {facts.total_steps:,}" if facts.total_steps is not None else "")
     redone = f"{words.plural(facts.num_redone, 'step')} done again" if facts.num_redone else ""
     held_out, against = _held_out(facts)
-    rate = f"{words.count(facts.tokens_per_s)} tokens/s" if math.isfinite(facts.tokens_per_s) else words.NOT_MEASURED
+    is_measured = math.isfinite(facts.tokens_per_s)
+    rate = f"{words.count(facts.tokens_per_s)} {facts.units.rate}" if is_measured else words.NOT_MEASURED
     tokens = f"{facts.world_size} x {facts.device}" if facts.world_size else facts.device
     loss = steps.loss[-1] if len(steps) else math.nan
     return [
         ("Steps done", done if facts.num_events else "none", redone),
-        ("Final training loss", words.nats(loss), f"of step {steps.step[-1]:,}" if len(steps) else ""),
+        (
+            "Final training loss",
+            words.loss(loss, facts.units.loss),
+            f"of step {steps.step[-1]:,}" if len(steps) else "",
+        ),
         ("Held-out loss", held_out, against),
         ("Throughput", rate, "median over steps" if len(steps) else ""),
         ("Wall time", words.seconds(facts.wall_s), ""),
@@ -58,14 +65,18 @@ def _keys(facts: RunFacts) -> list[tuple[str, str, str]]:
 
 
 def _held_out(facts: RunFacts) -> tuple[str, str]:
-    """The last evaluation, and how far it stands from each n-gram model on the same tokens."""
+    """The last evaluation, the best one if that is another, and how far it stands from each n-gram model."""
     if not facts.evals:
         return words.NOT_MEASURED, ""
-    loss = facts.evals[-1].loss
+    last, best = facts.evals[-1], facts.best
     said = []
+    if best is not None and best.step != last.step:
+        said.append(f"best {best.loss:.4f} at step {best.step:,}")
+    elif len(facts.evals) > 1:
+        said.append(f"the best of {len(facts.evals)} evaluations")
     for baseline in facts.baselines:
-        gap = loss - baseline.loss
+        gap = last.loss - baseline.loss
         if math.isfinite(gap):
             side = "below" if gap < 0 else "above"
             said.append(f"{abs(gap):.3f} nats {side} {baseline.name} ({baseline.loss:.3f})")
-    return words.nats(loss), "; ".join(said)
+    return words.loss(last.loss, facts.units.loss), "; ".join(said)

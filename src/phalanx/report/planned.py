@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from phalanx.observe.units import TEXT, Units
 from phalanx.report import memory, words
 from phalanx.report.charts import legend
 from phalanx.report.facts import RunFacts
@@ -21,20 +22,21 @@ def plan_section(facts: RunFacts) -> Html:
         body: list[Html | None] = [tag("p", "Not recorded: plan.json is missing or cannot be read.", class_="note")]
     else:
         reasons = [tag("li", as_text(reason)) for reason in as_list(plan.get("reasons"))[:MAX_REASONS]]
-        body = [tag("p", _summary(plan)), tag("ul", reasons) if reasons else None, _alternatives(plan)]
+        body = [tag("p", _summary(plan, facts.units)), tag("ul", reasons) if reasons else None, _alternatives(plan)]
     return tag("section", tag("h2", "The plan"), body, id="plan")
 
 
-def _summary(plan: dict[str, Any]) -> str:
+def _summary(plan: dict[str, Any], units: Units) -> str:
     """The plan in sentences; what it does not hold is left out."""
     said = [f"{_ranks(plan)} as {words.layout(as_dict(plan.get('layout')))}{_how(plan)}."]
     batch = [as_number(plan.get(key)) for key in ("global_batch_size", "num_microbatches", "micro_batch_size")]
     seq_len = as_number(plan.get("seq_len"))
     if all(math.isfinite(value) for value in batch):
-        length = f" of {seq_len:,.0f} tokens" if math.isfinite(seq_len) else ""
+        length = f" of {seq_len:,.0f} tokens" if math.isfinite(seq_len) and units == TEXT else ""
+        noun = "sequences" if units == TEXT else "samples"
         each, micro = words.plural(int(batch[1]), "micro-batch").replace("batchs", "batches"), f"{batch[2]:,.0f}"
-        sequences = f"{batch[0]:,.0f} sequences{length}"
-        said.append(f"Each step takes {sequences}: {each} of {micro} sequences on each data-parallel share.")
+        whole = f"{batch[0]:,.0f} {noun}{length}"
+        said.append(f"Each step takes {whole}: {each} of {micro} {noun} on each data-parallel share.")
     parameters, flops = as_number(plan.get("num_params")), as_number(plan.get("flops_per_token"))
     if math.isfinite(parameters):
         work = f" and {words.count(flops)} floating-point operations per token" if math.isfinite(flops) else ""

@@ -15,9 +15,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
+from phalanx.checkpoint.best import read_best
 from phalanx.observe import events
 from phalanx.observe.events import Envelope, StepFinished
 from phalanx.observe.tail import RANK_FILE, SUPERVISOR_FILE, read_event
+from phalanx.observe.units import units_of
 from phalanx.report.facts import GROUPS, Attempt, Ledger, RankTime, RunFacts, Steps, group_of
 
 NAN = math.nan
@@ -75,6 +77,9 @@ def reduce_run(run_dir: Path) -> RunFacts:
         plan=plan,
         job=job,
         problems=problems,
+        kept_best=read_best(run_dir),
+        units=units_of(job),
+        warnings=_warnings(story),
     )
 
 
@@ -115,7 +120,7 @@ class _Log:
                 _append(self.lead_steps.setdefault(envelope.attempt, Steps()), event, groups_s)
         elif isinstance(event, events.MemoryMeasured):
             self.memory[envelope.rank] = event
-        else:
+        elif not isinstance(event, events.SamplesRead):  # one per step and rank: the ledger's, not the page's
             self.rest.append(envelope)
 
     def _clock(self, rank: int, event: StepFinished, groups_s: dict[str, float]) -> None:
@@ -304,17 +309,18 @@ def _ledger(log: _Log, story: list[Envelope], steps: Steps, history: _History) -
     """Charge the wall clock: steps that stand, what they waited for, steps that were undone, starting, the rest."""
     starts = _of_kind(story, events.RunStarted)
     wall_s = _seconds_alive(log, story)
-    data_s, checkpoint_s, evaluate_s = (
+    data_s, checkpoint_s, in_steps_s = (
         sum(max(seconds, 0.0) for seconds in steps.groups_s[name]) for name in ("data", "checkpoint", "evaluate")
     )
+    between_steps_s = sum(_finite(event.wall_s) for event in _of_kind(story, events.EvalFinished))
     # A save between two steps is charged to the next one's phases but not to its seconds: unaccounted is then negative.
     between_s = sum(max(-_finite(seconds), 0.0) for seconds in steps.groups_s["unaccounted"])
     step_s = sum(_finite(seconds) for seconds in steps.step_s) + between_s
     parts = {
-        "training steps": max(step_s - data_s - checkpoint_s - evaluate_s, 0.0),
+        "training steps": max(step_s - data_s - checkpoint_s - in_steps_s, 0.0),
         "waiting for data": data_s,
         "checkpoints": checkpoint_s,
-        "evaluation in steps": evaluate_s,
+        "evaluation": in_steps_s + between_steps_s,
         "steps done again": history.rolled_back_s,
         "starting": sum(_finite(start.startup_s) for start in starts),
     }
@@ -354,7 +360,10 @@ def _story(log: _Log) -> list[Envelope]:
     """Everything but steps, in order of time, once: what all ranks say alike is taken from the lead rank."""
     told: list[Envelope] = []
     for envelope in sorted(log.rest, key=lambda envelope: envelope.time_unix_s):
-        is_own = isinstance(envelope.event, events.CheckpointFailed | events.SinkDropped | events.Note)
+        is_own = isinstance(
+            envelope.event,
+            events.CheckpointFailed | events.SinkDropped | events.Note | events.LoaderWorkerReplaced,
+        )
         if envelope.rank not in (SUPERVISOR, log.lead_rank) and not is_own:
             continue
         if isinstance(envelope.event, events.RunFinished) and told and told[-1].event.kind() == envelope.event.kind():
@@ -370,6 +379,12 @@ def _status(story: list[Envelope]) -> tuple[str, events.RunFinished | None]:
         if isinstance(envelope.event, events.RunStarted | events.RanksStarted | events.RestartScheduled):
             return "unfinished", None
     return "unfinished" if story else "no events", None
+
+
+def _warnings(story: list[Envelope]) -> list[str]:
+    """What notes of the code "warning" say, each once."""
+    said = [e.facts.get("text") for e in _of_kind(story, events.Note) if e.code == "warning"]
+    return list(dict.fromkeys(text for text in said if isinstance(text, str)))
 
 
 def _of_kind(story: list[Envelope], kind: type[Kind]) -> list[Kind]:

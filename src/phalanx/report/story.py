@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from phalanx.observe import events
-from phalanx.observe.console import describe
 from phalanx.observe.events import Envelope
+from phalanx.observe.words import describe
 from phalanx.report import words
 from phalanx.report.facts import RunFacts
 from phalanx.report.markup import Html, table, tag
@@ -18,7 +18,13 @@ MAX_NOTE = 500
 MAX_TEXT = 20_000
 MAX_JOB_ROWS = 400
 
-_BAD = (events.RankFailed, events.CheckpointFailed, events.StepSkipped, events.SinkDropped)
+_BAD = (
+    events.RankFailed,
+    events.CheckpointFailed,
+    events.StepSkipped,
+    events.SinkDropped,
+    events.LoaderWorkerReplaced,
+)
 _ELSEWHERE = (events.TextGenerated, events.BaselineMeasured)
 
 
@@ -54,7 +60,7 @@ def _row(envelope: Envelope, facts: RunFacts) -> list[Html | str]:
     who = "supervisor" if envelope.rank < 0 else f"rank {envelope.rank}"
     after_s = envelope.time_unix_s - facts.started_unix_s
     after = words.seconds(after_s) if after_s >= 1e-3 else "0 s"
-    what = describe(envelope) or _plain(envelope)
+    what = describe(envelope, facts.units) or _plain(envelope)
     line = tag("span", what, class_="over") if isinstance(envelope.event, _BAD) else tag("span", what)
     when = tag("span", f"+{after}", title=words.clock(envelope.time_unix_s), class_="nowrap")
     detail = _detail(envelope)
@@ -69,6 +75,8 @@ def _plain(envelope: Envelope) -> str:
             f" in {words.seconds(event.start_s)}"
         )
     if isinstance(event, events.Note):
+        if event.code == "warning" and isinstance(event.facts.get("text"), str):
+            return f"warning: {event.facts['text']}"[:MAX_NOTE]
         facts = ", ".join(f"{key} {_short(value)}" for key, value in event.facts.items())
         return f"note {event.code}: {facts}"[:MAX_NOTE] if facts else f"note {event.code}"
     return event.kind().replace("_", " ")
@@ -121,6 +129,7 @@ def _flat(prefix: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
 
 _FILES = (
     ("job.json", "the resolved job"),
+    ("best.json", "which checkpoint had the lowest held-out loss"),
     ("plan.json", "the plan"),
     ("events", "every event, one JSON object per line and file per rank and attempt"),
     ("logs", "what each rank printed, per attempt"),

@@ -15,7 +15,7 @@ _LEDGER_CLASS = {
     "training steps": "g1",
     "waiting for data": "g0",
     "checkpoints": "g5",
-    "evaluation in steps": "g6",
+    "evaluation": "g6",
     "steps done again": "g3",
     "starting": "g7",
     "everything else": "g9",
@@ -46,7 +46,7 @@ def _ledger(facts: RunFacts) -> Html:
         legend(shown, _LEDGER_CLASS),
         tag(
             "p",
-            "“Everything else” is what lies between the steps: the final evaluation, waiting for a restart, stopping.",
+            "“Everything else” is what lies between the steps: waiting for a restart, generating text, stopping.",
             class_="note",
         ),
         tag("details", tag("summary", "Data table"), table(["part", "seconds", "share"], rows, css_class="num")),

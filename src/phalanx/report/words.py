@@ -52,8 +52,8 @@ def count(value: float) -> str:
     return format_count(value) if math.isfinite(value) else NOT_MEASURED
 
 
-def nats(value: float) -> str:
-    return f"{value:.4f} nats/token" if math.isfinite(value) else NOT_MEASURED
+def loss(value: float, unit: str) -> str:
+    return f"{value:.4f} {unit}".rstrip() if math.isfinite(value) else NOT_MEASURED
 
 
 def percent(part: float, whole: float, *, signed: bool = False) -> str:

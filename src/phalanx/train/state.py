@@ -14,7 +14,7 @@ from phalanx.checkpoint.manifest import Manifest
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import LogicalShard
-from phalanx.optim.adamw import optimizer_shards
+from phalanx.optim.build import optimizer_shards
 from phalanx.parallel.model import ParallelModel
 
 
@@ -29,6 +29,8 @@ class TrainState:
     model: ParallelModel
     optimizer: torch.optim.Optimizer
     seed: int
+    tokenizer: str = ""
+    """Digest of what made the tokens; empty where there is none, or nobody said."""
     step: int = 0
     tokens_seen: int = 0
     samples_seen: int = 0
@@ -46,6 +48,7 @@ class TrainState:
             "tokens_seen": self.tokens_seen,
             "samples_seen": self.samples_seen,
             "seed": self.seed,
+            "tokenizer": self.tokenizer,
         }
 
     def save(
@@ -76,12 +79,19 @@ class TrainState:
         """Continue from a checkpoint. Collective; raises CheckpointError with the state untouched."""
 
         def require(manifest: Manifest) -> None:
-            missing = sorted(set(self.facts()) - set(manifest.facts))
+            missing = sorted(set(self.facts()) - set(manifest.facts) - {"tokenizer"})
             if missing:
                 raise CheckpointError(f"it does not say {', '.join(missing)}", where=str(directory))
             seed = manifest.facts["seed"]
             if seed != self.seed:
                 raise CheckpointError(f"it was written with run.seed {seed}, not {self.seed}", where=str(directory))
+            tokenizer = manifest.facts.get("tokenizer", "")
+            if tokenizer and self.tokenizer and tokenizer != self.tokenizer:
+                raise CheckpointError(
+                    f"it was trained on tokens of tokenizer {tokenizer}, and the data is of {self.tokenizer}",
+                    where=str(directory),
+                    fix="give it the data it was trained on, or start a new run",
+                )
 
         shards = self.shards()
         facts = store.load(directory, shards, mesh=self.model.mesh, phases=phases, require=require).facts

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import psutil
 import torch
 
+from phalanx.checkpoint.best import BEST, write_best
 from phalanx.core.digest import stable_hash64
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import Phases
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import Mesh
 from phalanx.observe.bus import Bus
-from phalanx.observe.events import CheckpointFailed, CheckpointSaved, StepFinished, StepSkipped, StopRequested
-from phalanx.optim.adamw import set_learning_rate
+from phalanx.observe.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    EvalFinished,
+    Event,
+    StepFinished,
+    StepSkipped,
+    StopRequested,
+)
+from phalanx.optim.build import set_learning_rate
 from phalanx.optim.schedule import learning_rate
-from phalanx.parallel.model import Objective, StepFacts
+from phalanx.parallel.model import Batch, Objective, StepFacts
 from phalanx.plan.planner import Plan
+from phalanx.train.evaluation import EvalRecord, Evaluation, HeldOut, read_record, undisturbed
 from phalanx.train.state import TrainState
 
 RETRY_SAVE_STEPS = 10  # steps between attempts while saving fails (a full disk, say)
@@ -57,10 +68,15 @@ class StopFlags:
         signal.signal(signal.SIGINT, lambda *_: setattr(self, "sigint", True))
 
 
-class Trainer:
-    """Advances a TrainState to the job's last step.
+class StopAskedError(Exception):
+    """All ranks agreed, inside an evaluation, to stop. Never leaves the trainer."""
 
-    `run_dir=None` never saves. Events go to `bus`; nothing here formats text or knows who reads.
+
+class Trainer:
+    """Advances a TrainState to the job's last step, evaluating `held_out` on the way and at the end if it is given.
+
+    `run_dir=None` never saves. `records(step)` is what else there is to say of a step that is done. Events go to
+    `bus`; nothing here formats text or knows who reads.
     """
 
     def __init__(
@@ -73,14 +89,16 @@ class Trainer:
         *,
         data: Microbatches,
         objective: Objective,
+        held_out: HeldOut | None = None,
         guards: Sequence[Guard] = (),
         stop: StopFlags | None = None,
         run_dir: Path | None = None,
+        records: Callable[[int], Sequence[Event]] = lambda step: (),
     ) -> None:
         self.job, self.plan, self.mesh, self.state, self.bus = job, plan, mesh, state, bus
-        self.data, self.objective, self.guards = data, objective, tuple(guards)
+        self.data, self.objective, self.held_out, self.guards = data, objective, held_out, tuple(guards)
         self.stop = stop or StopFlags()
-        self.run_dir = run_dir
+        self.run_dir, self.records = run_dir, records
         self.phases: Phases = state.model.phases
         self._process = psutil.Process()
         self._saved_step = state.step
@@ -88,15 +106,18 @@ class Trainer:
         self._retry_save_at: int | None = None
         self._unrecorded: tuple[StepFacts, str | None] | None = None
         self._recorded_s = time.perf_counter()
+        self._evals = EvalRecord()
 
     def run(self) -> str:
         """Train until the last step or an agreed stop. Returns "finished", "sigterm" or "sigint".
 
         On every rank: CheckpointError if the save at the end or at a stop fails, NumericsError if a guard gives up.
         """
+        self._evals = read_record(self.run_dir, self.state.step, self.mesh)
         self.phases.take()
         self._recorded_s = time.perf_counter()
-        while self.state.step < self.job.train.steps:
+        reason = self._evaluate_if_due()  # of the step that is continued from, if a stop or a crash kept it from being
+        while reason is None and self.state.step < self.job.train.steps:
             facts, _ = self._unrecorded = self.step()
             sigterm, sigint, save_due = (vote > 0 for vote in facts.votes)
             is_last = self.state.step == self.job.train.steps
@@ -105,11 +126,11 @@ class Trainer:
             elif self._save_is_due(save_due):
                 self.save()
             self._record()
-            if sigterm or sigint:
-                reason = "sigterm" if sigterm else "sigint"
-                self.bus.emit(StopRequested(self.state.step, reason))
-                return reason
-        return "finished"
+            reason = "sigterm" if sigterm else "sigint" if sigint else self._evaluate_if_due()
+        if reason is None:
+            return "finished"
+        self.bus.emit(StopRequested(self.state.step, reason))
+        return reason
 
     def step(self) -> tuple[StepFacts, str | None]:
         """One optimizer update. Returns its facts, and why it was skipped if it was."""
@@ -126,7 +147,7 @@ class Trainer:
         skipped = next((reason for reason in reasons if reason), None)
         with self.phases("optimizer"):
             if skipped is None:
-                set_learning_rate(optimizer, learning_rate(self.job.optim, step, self.job.train.steps))
+                set_learning_rate(optimizer, learning_rate(self.job, step))
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.state.step = step
@@ -188,14 +209,14 @@ class Trainer:
         step = self.state.step
         if skipped is not None and self.mesh.rank == 0:
             batch = self.job.train.global_batch_size
-            self.bus.emit(StepSkipped(step, skipped, facts.grad_norm, (step - 1) * batch, batch))
+            self.bus.emit(StepSkipped(step, skipped, facts.grad_norm, self.state.samples_seen - batch, batch))
         self.bus.emit(
             StepFinished(
                 step=step,
                 loss=facts.loss,
                 num_targets=facts.num_targets,
                 tokens_seen=self.state.tokens_seen,
-                learning_rate=learning_rate(self.job.optim, step, self.job.train.steps),
+                learning_rate=learning_rate(self.job, step),
                 grad_norm=facts.grad_norm,
                 step_s=step_s,
                 tokens_per_s=facts.num_targets / step_s,
@@ -204,18 +225,88 @@ class Trainer:
                 rss_bytes=self._process.memory_info().rss,
             )
         )
+        for event in self.records(step):
+            self.bus.emit(event)
 
-    def evaluate(self, batches: Any) -> tuple[float, int]:
-        """(loss per target, targets) on held-out `batches`; every rank must yield equally many."""
-        with self.phases("evaluate"):
-            self.state.model.train(False)
-            total = None
-            for batch in batches:
-                sums = self.state.model.evaluate([batch], self.objective)
-                total = (
-                    sums
-                    if total is None
-                    else type(sums)(total.loss_sum + sums.loss_sum, total.num_targets + sums.num_targets)
-                )
-            self.state.model.train(True)
-            return (float("nan"), 0) if total is None else self.state.model.reduce_sums(total)
+    def _evaluate_if_due(self) -> str | None:
+        """Evaluate between two steps, or after the last. Returns "sigterm" or "sigint" if all agreed to stop instead:
+        the step is saved then, and whoever continues begins with the evaluation.
+        """
+        step, every = self.state.step, self.job.eval.every_steps
+        is_due = step == self.job.train.steps or (every is not None and step % every == 0 and step > 0)
+        if self.held_out is None or not is_due or self._evals.has(step):
+            return None
+        self.phases.step = step  # the first thing after a restart, perhaps
+        began = time.perf_counter()
+        with self.phases.apart():
+            try:
+                found = self.evaluate()
+            except StopAskedError as asked:
+                self.save(is_last_chance=True)
+                return str(asked)
+        wall_s = time.perf_counter() - began
+        self._recorded_s += wall_s  # no step took this time
+        self._conclude(found, wall_s)
+        return None
+
+    def evaluate(self) -> Evaluation:
+        """The loss on the held-out batches. Collective; training goes on as if it had not been."""
+        assert self.held_out is not None, "there is nothing to evaluate"
+        loss_by_source: dict[str, float] = {}
+        total_loss, total_targets = 0.0, 0
+        with self.phases("evaluate"), undisturbed(self.state.model, self.mesh, self.state.seed):
+            for source, batches in self.held_out.items():
+                sums = self.state.model.evaluate(self._until_stopped(batches), self.objective)
+                loss, num_targets = self.state.model.reduce_sums(sums)
+                if num_targets:
+                    loss_by_source[source] = loss
+                    total_loss, total_targets = total_loss + loss * num_targets, total_targets + num_targets
+        loss = next(iter(loss_by_source.values())) if len(loss_by_source) == 1 else math.nan
+        if len(loss_by_source) > 1:
+            loss = total_loss / total_targets
+        return Evaluation(self.state.step, loss, total_targets, loss_by_source)
+
+    def _until_stopped(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The batches; before each, all ranks agree whether to go on: an evaluation may outlast a grace period."""
+        for batch in batches:
+            votes = torch.tensor([self.stop.sigterm, self.stop.sigint], dtype=torch.float64, device=self.mesh.device)
+            with self.phases("collective", "all_reduce stop votes"):
+                sigterm, sigint = self.mesh.all_reduce_sum(votes).tolist()
+            if sigterm or sigint:
+                raise StopAskedError("sigterm" if sigterm else "sigint")
+            yield batch
+
+    def _conclude(self, found: Evaluation, wall_s: float) -> None:
+        """Keep the step if it is the best and the job wants that, then say what was found.
+
+        In this order: an evaluation that is on record is not done again, so all that it leads to must be done by then.
+        """
+        step = found.step
+        self._evals.add(step, found.loss, found.num_targets)
+        best_step, best_loss = self._evals.best(found.num_targets)
+        if self.job.eval.keep_best and best_step == step:
+            self._keep_best(found)
+        if self.mesh.rank != 0:
+            return
+        several = {name: loss for name, loss in found.loss_by_source.items() if math.isfinite(loss)}
+        self.bus.emit(
+            EvalFinished(
+                step=step,
+                loss=found.loss,
+                num_targets=found.num_targets,
+                wall_s=wall_s,
+                loss_by_source=several if len(found.loss_by_source) > 1 else {},
+                best_step=best_step,
+                best_loss=best_loss,
+            )
+        )
+
+    def _keep_best(self, found: Evaluation) -> None:
+        """Save this step if it is not saved yet, and name it in RUN/best.json. A failure is an event."""
+        self.save()
+        if self.run_dir is None or self._saved_step != found.step or self.mesh.rank != 0:
+            return
+        try:
+            write_best(self.run_dir, step=found.step, loss=found.loss, num_targets=found.num_targets)
+        except OSError as error:
+            self.bus.emit(CheckpointFailed(found.step, BEST, error.strerror or str(error)))

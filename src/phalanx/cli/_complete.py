@@ -1,0 +1,129 @@
+"""Shell completion of `[JOB.toml] [KEY=VALUE]...` and of run directories. Quick: keys come from the schema's file.
+
+Bash splits words at "=" and completes only what is behind it; zsh and fish hand over the whole word.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+
+SCHEMA_FILE = Path(__file__).parents[1] / "job" / "job.schema.json"
+MAX_RUNS = 50
+
+Candidates = list[tuple[str, str]]  # what is offered, and its words
+
+
+class Meant(str):
+    """What was probably meant. typer drops candidates that do not begin with what was typed; this one never does."""
+
+    def startswith(self, *_: object) -> bool:  # type: ignore[override]
+        return True
+
+
+def complete_job(context: typer.Context, incomplete: str) -> Candidates:
+    """Job files, keys and values. The nearest keys where none begins with what was typed."""
+    key = _key_before_the_cursor(context)
+    if key is not None:
+        return _values(key, incomplete)
+    name, equals, value = incomplete.partition("=")
+    if equals:
+        return [(f"{name}={text}", help_text) for text, help_text in _values(name, value)]
+    return _files(incomplete) + (_keys(incomplete) if incomplete else _sections())
+
+
+def complete_run(incomplete: str) -> Candidates:
+    """Directories that hold a run: here, below runs/, or below what was typed so far."""
+    folder = os.path.dirname(incomplete)
+    places = [Path(folder)] if folder else [Path("."), Path("runs")]
+    found = [str(path) for place in places for path in _entries(place) if (path / "job.json").is_file()]
+    return [(path, "") for path in sorted(found) if path.startswith(incomplete)][:MAX_RUNS]
+
+
+def _key_before_the_cursor(context: typer.Context) -> str | None:
+    """The key whose value is completed, where the shell has cut "key=value" into words (bash does)."""
+    words, cursor = os.environ.get("COMP_WORDS", "").split("\n"), os.environ.get("COMP_CWORD", "")
+    if not cursor.isdecimal() or not 1 <= int(cursor) <= len(words):
+        return None
+    before = words[: int(cursor)]
+    if int(cursor) < len(words) and words[int(cursor)] == "=":
+        return before[-1]
+    return before[-2] if len(before) > 1 and before[-1] == "=" else None
+
+
+def _files(incomplete: str) -> Candidates:
+    """Job files, and directories on the way to one."""
+    folder = Path(os.path.dirname(incomplete))
+    found = [
+        f"{path}/" if path.is_dir() else str(path)
+        for path in _entries(folder)
+        if path.suffix == ".toml" or (path.is_dir() and incomplete and not path.name.startswith("."))
+    ]
+    return [(path, "") for path in sorted(found) if path.startswith(incomplete)]
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _sections() -> Candidates:
+    return [(f"{name}.", section.get("description", "")) for name, section in _schema().items()]
+
+
+def _keys(incomplete: str) -> Candidates:
+    """`section.key=` for each key that begins so, in full or without its section; else for the nearest ones."""
+    known = dict(_all_keys())
+    matches = [key for key in known if key.startswith(incomplete)]
+    kind: type[str] = str if matches else Meant
+    matches = matches or [key for key in known if key.partition(".")[2].startswith(incomplete)]
+    matches = matches or difflib.get_close_matches(incomplete, known, n=3, cutoff=0.7)
+    offered = [(kind(f"{key}="), known[key].get("description", "")) for key in matches]
+    if len(matches) == 1:  # a second candidate keeps the shell from setting a space behind the equals sign
+        offered += [(kind(f"{matches[0]}={text}"), help_text) for text, help_text in _values(matches[0], "")[:1]]
+    return offered
+
+
+def _values(key: str, incomplete: str) -> Candidates:
+    """What may stand behind `key=`: its choices and its default; files, where it names one, are left to the shell."""
+    schema = dict(_all_keys()).get(key)
+    if schema is None:
+        return []
+    texts = list(_choices(schema))
+    if "default" in schema:
+        texts.insert(0, _text(schema["default"]))
+    return [(text, "") for text in dict.fromkeys(texts) if text.startswith(incomplete)]
+
+
+def _choices(schema: dict[str, Any]) -> Iterator[str]:
+    if schema.get("type") == "boolean":
+        yield from ("true", "false")
+    yield from (_text(choice) for choice in schema.get("enum", ()))
+    for arm in schema.get("anyOf", ()):
+        yield from _choices(arm)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _all_keys() -> Iterator[tuple[str, dict[str, Any]]]:
+    for section, body in _schema().items():
+        for key, schema in body["properties"].items():
+            yield f"{section}.{key}", schema
+
+
+def _schema() -> dict[str, Any]:
+    try:
+        properties: dict[str, Any] = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))["properties"]
+    except (OSError, ValueError, KeyError):
+        return {}
+    return properties

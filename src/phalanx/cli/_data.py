@@ -1,0 +1,146 @@
+"""The data of a run as one rank uses it: training batches, what is evaluated, the text it is asked to continue."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from phalanx.core.errors import DataError
+from phalanx.data.corpus import Corpus
+from phalanx.data.loader import Share, TrainBatches, held_out_batches
+from phalanx.data.samples import SampleSpec
+from phalanx.data.tokenizer import Tokenizer
+from phalanx.data.tokens import SPLITS
+from phalanx.data.user_dataset import UserFacts, UserSamples, digest_of, open_user_dataset
+from phalanx.job.schema import Job
+from phalanx.mesh.mesh import Mesh
+from phalanx.observe.bus import Bus
+from phalanx.observe.events import Note
+from phalanx.parallel.calling import call_with_batch
+from phalanx.parallel.model import ParallelModel
+from phalanx.plan.planner import Plan
+from phalanx.train.evaluation import HeldOut
+from phalanx.train.state import TrainState
+
+STDLIB_PROMPT = "def "
+PROMPT_TOKENS = 16
+
+
+@contextlib.contextmanager
+def open_train_batches(
+    job: Job, plan: Plan, mesh: Mesh, corpus: Corpus, state: TrainState, bus: Bus
+) -> Iterator[TrainBatches]:
+    """What this rank trains on from `state` on."""
+    spec = SampleSpec(str(corpus.directory), plan.seq_len, job.run.seed, job.data.document_masks)
+    data = TrainBatches(
+        spec,
+        _share(plan, mesh, state),
+        workers=job.data.workers,
+        worker_timeout_s=job.data.worker_timeout_s,
+        keep_record=job.observe.samples,
+        emit=bus.emit,
+    )
+    try:
+        yield data
+    finally:
+        data.close()
+
+
+def open_held_out(job: Job, plan: Plan, mesh: Mesh, corpus: Corpus) -> HeldOut | None:
+    """What is evaluated, by source; None for nothing."""
+    if not job.eval.tokens:
+        return None
+    found = held_out_batches(
+        corpus,
+        _share(plan, mesh),
+        seq_len=plan.seq_len,
+        max_tokens=job.eval.tokens,
+        seed=job.run.seed,
+        document_masks=job.data.document_masks,
+    )
+    return found or None
+
+
+def _share(plan: Plan, mesh: Mesh, state: TrainState | None = None) -> Share:
+    return Share(
+        global_batch_size=plan.global_batch_size,
+        micro_batch_size=plan.micro_batch_size,
+        data_parallel_size=plan.layout.data_parallel_size,
+        data_parallel_rank=mesh.data_parallel_rank,
+        done_steps=state.step if state else 0,
+        done_samples=state.samples_seen if state else 0,
+    )
+
+
+def check_masks(job: Job, model: ParallelModel) -> None:
+    """Refuse data.document_masks (exit 3) for a module that could not honour them."""
+    if job.data.document_masks:
+        call_with_batch(model.module, dict.fromkeys(("inputs", "positions", "document_ids"), torch.zeros(0)))
+
+
+def check_same_samples(corpus: Corpus, mesh: Mesh) -> None:
+    """A user's dataset must give every rank the same samples, or they would repeat some and leave others out."""
+    if corpus.user is None:
+        return
+    every = mesh.gather_json(_look_at(corpus.user))
+    broken = [(rank, str(found["error"])) for rank, found in enumerate(every) if "error" in found]
+    if broken:
+        raise DataError(broken[0][1], where=f"rank {broken[0][0]}")
+    was = {"length": corpus.user.num_train, "sample 0": corpus.user.first_sample}
+    different = [rank for rank, found in enumerate(every) if found != was]
+    if not different:
+        return
+    other = "length" if every[different[0]]["length"] != was["length"] else "sample 0"
+    if every.count(every[0]) == len(every):
+        why = f"it has another {other}: it changed since the run began, or each process shuffles or draws for itself"
+    else:
+        why = f"rank {', '.join(map(str, different))} sees another {other}: each process shuffles or draws for itself"
+    raise DataError(
+        "your dataset is not the one that was opened before the ranks started",
+        where=f"data.source {corpus.user.source}",
+        why=why,
+        fix="do not shuffle in it (phalanx does), and draw only from the global generators of random, numpy and torch, "
+        "which are set for each sample",
+    )
+
+
+def _look_at(user: UserFacts) -> dict[str, int | str]:
+    """What this process sees of a user's dataset, or why it cannot."""
+    try:
+        dataset = open_user_dataset(user.source, user.args, "train")
+        first = UserSamples(dataset, user.source, seed=0).take(np.zeros(1, np.int64))
+    except DataError as error:
+        return {"error": str(error)}
+    return {"length": len(dataset), "sample 0": digest_of(first)}
+
+
+def say_batch_change(plan: Plan, state: TrainState, bus: Bus) -> None:
+    """A resumed run may read other numbers of samples in a step. The cursor goes on where it was."""
+    if state.samples_seen == state.step * plan.global_batch_size:
+        return
+    bus.emit(
+        Note(
+            "batch_size_changed",
+            {
+                "step": state.step,
+                "samples_seen": state.samples_seen,
+                "global_batch_size": plan.global_batch_size,
+                "why": f"steps from {state.step + 1} on read {plan.global_batch_size} samples each, the first of them "
+                f"sample {state.samples_seen}; train.steps counts steps as before, and optim.lr is as the job says",
+            },
+        )
+    )
+
+
+def prompt_tokens(corpus: Corpus, tokenizer: Tokenizer, context: int) -> list[int]:
+    """What the model is asked to continue: the beginning of what it has not seen, or a function of the library."""
+    if corpus.source == "stdlib":
+        return tokenizer.encode(STDLIB_PROMPT)[:context]
+    for split in reversed(SPLITS):
+        for sequence in corpus.sequences(split):
+            if len(sequence):
+                return [int(token) for token in sequence.read(0, min(PROMPT_TOKENS, context))]
+    return [0]

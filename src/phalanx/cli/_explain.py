@@ -1,0 +1,231 @@
+"""`--explain`: every value of a job as it will be, and where it comes from. Trains nothing."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.cli._needs import wanted_sinks
+from phalanx.core.units import GIB, format_bytes, format_count
+from phalanx.job.explain import printable
+from phalanx.job.load import Origin, told
+from phalanx.job.model import preset_of
+from phalanx.job.rate import peak_rate, scaling_rule
+from phalanx.job.schema import Job
+from phalanx.job.toml import toml_value
+from phalanx.observe.units import TEXT, Units, units_of
+from phalanx.plan.cluster import detect_cluster
+from phalanx.plan.planner import Plan, make_plan
+
+SCHEMA = "phalanx.explain/1"
+MAX_VALUE = 44  # characters; --json has all of them
+
+_COLOURS = {"file": "32", "run": "32", "override": "33", "derived": "36", "preset": "36", "default": "2"}
+_AUTO = ("auto", None)
+
+
+@dataclass(frozen=True)
+class Explained:
+    """One value. `origin`: default, file, run, override, preset or derived; `where`: "job.toml:12:1"."""
+
+    key: str
+    value: Any
+    origin: str
+    where: str = ""
+    why: str = ""
+
+
+def explain(job: Job, job_file: str | Path | None, overrides: Sequence[str]) -> tuple[list[Explained], Plan]:
+    """Every key of the job in order, then what the plan adds. Raises LayoutError like `make_plan`."""
+    vocab_size, vocab_why = _vocabulary(job)
+    plan = make_plan(job, vocab_size=vocab_size)
+    derived = _derived(job, plan, vocab_why)
+    origins = told(job_file, overrides)
+    values = job.to_json()
+    found = []
+    for key, origin in origins.items():
+        section, _, name = key.partition(".")
+        found.append(_explained(key, values[section][name], origin, derived.get(key)))
+    return found + _of_the_plan(plan, units_of(values)), plan
+
+
+def _explained(key: str, value: Any, origin: Origin, derived: Explained | None) -> Explained:
+    """What the user said, unless that leaves the value open or is changed by rule."""
+    if derived is not None and (value in _AUTO or derived.value != value):
+        return derived
+    why = f"{origin.shadowed_where} says {toml_value(origin.shadowed)}" if origin.shadowed_where else ""
+    return Explained(key, value, origin.kind, origin.where, why)
+
+
+def _derived(job: Job, plan: Plan, vocab_why: str) -> dict[str, Explained]:
+    """What stands in for keys that the job leaves open, and for a learning rate that follows the batch."""
+    found = [*_widths(job, plan, vocab_why), *_parallel(job, plan), *_machine(job, plan)]
+    if job.run.dir is None:
+        found.append(
+            Explained("run.dir", f"runs/{job.run.name}-<time>", "derived", why="named by run.name and the clock")
+        )
+    if job.train.micro_batch_size is None:
+        whole = f"the whole share of a rank: {job.train.global_batch_size} / {plan.world_size} ranks"
+        found.append(Explained("train.micro_batch_size", plan.micro_batch_size, "derived", why=whole))
+    if job.optim.lr_scaling == "auto":
+        why = f"the rule of {job.optim.kind}"
+        found.append(Explained("optim.lr_scaling", scaling_rule(job.optim) or "none", "derived", why=why))
+    rate = peak_rate(job)
+    if rate.why:
+        found.append(Explained("optim.lr", rate.lr, "derived", why=rate.why))
+    if job.observe.sinks is None:
+        sinks = list(wanted_sinks(job))
+        why = "tensorboard is installed" if sinks else "tensorboard is not installed"
+        found.append(Explained("observe.sinks", sinks, "derived", why=why))
+    return {explained.key: explained for explained in found}
+
+
+def _widths(job: Job, plan: Plan, vocab_why: str) -> list[Explained]:
+    """The keys of [model] that the job leaves open: of the preset, of the data, or following from others."""
+    if job.model.is_foreign:
+        return []
+    preset = preset_of(job.model)
+    shape = plan.model_shape.to_json()
+    found = []
+    for key, value in job.model.model_dump(mode="json").items():
+        if value is not None or (key not in shape and key != "preset"):
+            continue
+        if key == "preset":
+            found.append(Explained("model.preset", preset.name, "derived", why="the preset where none is given"))
+        elif key in preset.values and preset.values[key] == shape[key]:
+            found.append(Explained(f"model.{key}", shape[key], "preset", why=f"preset {preset.name}"))
+        elif key == "vocab_size":
+            found.append(Explained("model.vocab_size", shape[key], "derived", why=vocab_why))
+        elif key == "kind":
+            found.append(Explained("model.kind", shape[key], "preset", why=f"preset {preset.name}"))
+        elif key in ("num_kv_heads", "head_dim", "ffn_dim", "max_positions"):
+            found.append(Explained(f"model.{key}", shape[key], "derived", why=_follows(key, shape)))
+        else:
+            found.append(Explained(f"model.{key}", shape[key], "default"))
+    return found
+
+
+def _follows(key: str, shape: dict[str, Any]) -> str:
+    return {
+        "num_kv_heads": f"follows from num_heads {shape['num_heads']}",
+        "head_dim": f"dim {shape['dim']} / num_heads {shape['num_heads']}",
+        "ffn_dim": f"follows from dim {shape['dim']} and activation {shape.get('activation')}",
+        "max_positions": f"positions are {shape.get('positions')}",
+    }[key]
+
+
+def _parallel(job: Job, plan: Plan) -> list[Explained]:
+    layout, chosen = plan.layout, plan.chosen
+    stage = plan.zero_stage if layout.dp_shard > 1 else None
+    rows = {
+        "ranks": (plan.world_size, plan.reasons[0]),
+        "dp_replicate": (layout.dp_replicate, chosen.why),
+        "dp_shard": (layout.dp_shard, chosen.why),
+        "zero_stage": (stage, chosen.why if layout.dp_shard > 1 else "nothing is sharded"),
+    }
+    return [
+        Explained(f"parallel.{key}", value, "derived", why=why)
+        for key, (value, why) in rows.items()
+        if getattr(job.parallel, key) is None
+    ]
+
+
+def _machine(job: Job, plan: Plan) -> list[Explained]:
+    found = []
+    if job.cluster.device == "auto":
+        why = "there are GPUs" if plan.device == "cuda" else "there is no GPU"
+        found.append(Explained("cluster.device", plan.device, "derived", why=why))
+    if job.cluster.memory_gib is None:
+        whole = detect_cluster(job.cluster.device).memory_per_rank(plan.world_size) / GIB
+        why = f"this machine's, for each of {plan.world_size} ranks"
+        found.append(Explained("cluster.memory_gib", round(whole, 2), "derived", why=why))
+    return found
+
+
+def _of_the_plan(plan: Plan, units: Units) -> list[Explained]:
+    """What no key says."""
+    memory, tokens = plan.chosen.total_bytes, plan.model_shape.tokens_of(plan.seq_len)
+    noun = "sequences" if units == TEXT else "samples"
+    rows: list[tuple[str, Any, str]] = [
+        ("layout", plan.chosen.name, f"{plan.layout}: {plan.chosen.why}"),
+        ("num_microbatches", plan.num_microbatches, f"of {plan.micro_batch_size} {noun}, per rank and step"),
+        ("num_params", plan.num_params, f"{format_count(plan.num_params)} parameters"),
+        ("memory_bytes", memory, f"{format_bytes(memory)} per rank predicted, beyond interpreter and torch"),
+    ]
+    if units == TEXT:
+        whole = f"{plan.global_batch_size} sequences x {tokens} over all ranks"
+        rows.insert(2, ("tokens_per_step", plan.global_batch_size * tokens, whole))
+    return [Explained(f"plan.{key}", value, "derived", why=why) for key, value, why in rows]
+
+
+def _vocabulary(job: Job) -> tuple[int | None, str]:
+    """How many tokens the data will need, as far as that can be told without reading it, and how that is known."""
+    from phalanx.data.dataset import is_dataset, read_manifest
+    from phalanx.data.tokenizer import load_tokenizer
+
+    sources = [part.source for part in job.data.mixture] or [job.data.source]
+    if all(is_dataset(source) for source in sources):
+        sizes = [read_manifest(Path(source))[0].vocab_size for source in sources]
+        return max(sizes), f"the token shards in {' and '.join(sources)} have it"
+    if job.data.tokenizer != "bytes":
+        return load_tokenizer(job.data.tokenizer).vocab_size, f"the tokenizer {job.data.tokenizer} has it"
+    return None, "bytes and the end of a document; train counts what the data needs"
+
+
+def explain_json(explained: Sequence[Explained], plan: Plan, job_file: str | Path | None) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "job_file": str(job_file) if job_file is not None else None,
+        "values": [asdict(one) for one in explained],
+        "plan": plan.to_json(),
+    }
+
+
+def explain_lines(explained: Sequence[Explained], *, colour: bool) -> list[str]:
+    """An aligned table, section by section."""
+    rows = [(one, one.key.partition(".")[2], _shown(one.value), one.where or one.origin) for one in explained]
+    name_width, value_width, origin_width = (
+        max(len(text) for text in column) for column in zip(*[row[1:] for row in rows], strict=True)
+    )
+    lines: list[str] = []
+    section = ""
+    for one, name, value, origin in rows:
+        if one.key.partition(".")[0] != section:
+            section = one.key.partition(".")[0]
+            lines += [""] * bool(lines) + [_painted(f"[{section}]", "1", colour)]
+        padded = f"{value:<{value_width}}  {origin:<{origin_width}}"
+        why = f"  {printable(one.why, 120)}" if one.why else ""
+        painted = _painted(padded.rstrip() if not why else padded, _COLOURS[one.origin], colour)
+        lines.append(f"{name:<{name_width}}  {painted}{why}")
+    return lines
+
+
+def _shown(value: Any) -> str:
+    text = "none" if value is None else toml_value(value)
+    return printable(text, MAX_VALUE)
+
+
+def _painted(text: str, code: str, colour: bool) -> str:
+    return f"\033[{code}m{text}\033[0m" if colour else text
+
+
+def wants_colour() -> bool:
+    """Only a terminal that can, unless NO_COLOR is set."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "") not in ("", "dumb")
+
+
+def print_explained(job: Job, job_file: str | Path | None, overrides: Sequence[str], *, as_json: bool) -> None:
+    explained, plan = explain(job, job_file, overrides)
+    if as_json:
+        import json
+
+        print(json.dumps(explain_json(explained, plan, job_file), indent=1))
+    else:
+        colour = wants_colour()
+        print("\n".join(explain_lines(explained, colour=colour)))
+        for warning in plan.warnings:
+            print(_painted(f"\nwarn    {warning.text}", "33", colour))

@@ -1,0 +1,48 @@
+"""`--json`: facts for programs on standard output, each with a versioned schema; everything else goes to stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from phalanx.core.errors import PhalanxError
+
+VERSION = 1
+
+
+def print_json(kind: str, facts: Mapping[str, Any], *, indent: int | None = None) -> None:
+    """One object with `"schema": "phalanx.KIND/1"` first; NaN and infinities become null."""
+    body = _finite({"schema": f"phalanx.{kind}/{VERSION}", **facts})
+    print(json.dumps(body, indent=indent, allow_nan=False, ensure_ascii=False))
+
+
+@contextlib.contextmanager
+def printing_json(wanted: bool) -> Iterator[None]:
+    """Where JSON is `wanted`, an error is an object on standard output, too (phalanx.error/1)."""
+    try:
+        yield
+    except PhalanxError as error:
+        if wanted:
+            print_json("error", error.to_json())
+        raise
+
+
+@contextlib.contextmanager
+def words_on_stderr(wanted: bool) -> Iterator[None]:
+    """Inside, what is meant for people goes to standard error if `wanted`."""
+    with contextlib.redirect_stdout(sys.stderr) if wanted else contextlib.nullcontext():
+        yield
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

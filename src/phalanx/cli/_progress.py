@@ -1,0 +1,81 @@
+"""How far something is: a bar on a terminal, a line now and then anywhere else. On standard error."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Any, TextIO, cast
+
+from phalanx.core.units import format_seconds
+from phalanx.observe.console import QuietStream
+
+REDRAW_S = 0.1
+LINE_S = 5.0  # short work says nothing before its summary
+
+
+class ProgressLine:
+    """Bytes done of bytes in all, with what is said beside them. `kept_bytes` were done before this began."""
+
+    def __init__(self, verb: str, *, is_terminal: bool | None = None) -> None:
+        self._verb = verb
+        self._stream = QuietStream(sys.stderr)
+        self._is_terminal = sys.stderr.isatty() if is_terminal is None else is_terminal
+        self._bar: Any = None
+        self._began = self._told_s = time.monotonic()
+
+    def __enter__(self) -> ProgressLine:
+        return self
+
+    def update(
+        self, done_bytes: float, total_bytes: float, *, kept_bytes: float = 0.0, said: str = "", instead: str = ""
+    ) -> None:
+        """`said` follows the numbers; `instead` is said instead of them, of work that has no measure."""
+        now = time.monotonic()
+        if now - self._told_s < (REDRAW_S if self._is_terminal else LINE_S):
+            return
+        self._told_s = now
+        words = instead or self._words(done_bytes, total_bytes, kept_bytes, now - self._began, said)
+        if self._is_terminal:
+            self._draw(done_bytes, total_bytes, words)
+        else:
+            self._stream.write(f"{self._verb} {100 * done_bytes / max(1, total_bytes):3.0f} %  {words}\n")
+            self._stream.flush()
+
+    def _words(self, done: float, total: float, kept: float, elapsed_s: float, said: str) -> str:
+        rate = (done - kept) / elapsed_s if elapsed_s > 0 else 0.0
+        eta = format_seconds((total - done) / rate) if rate > 0 else "?"
+        parts = [f"{done / 1e6:,.0f}/{total / 1e6:,.0f} MB", f"{rate / 1e6:.1f} MB/s", f"eta {eta}", said]
+        return "  ".join(part for part in parts if part)
+
+    def _draw(self, done: float, total: float, words: str) -> None:
+        if self._bar is None:
+            self._bar = _open_bar(cast(TextIO, self._stream), self._verb)
+        self._bar.update(self._bar.task_ids[0], completed=done, total=total, words=words, refresh=True)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """The bar goes: what is said afterwards says it all."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _open_bar(stream: TextIO, verb: str) -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    bar = Progress(
+        TextColumn(verb),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TextColumn("{task.fields[words]}", markup=False),
+        console=Console(file=stream, force_terminal=True, highlight=False),
+        auto_refresh=False,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+    bar.start()
+    bar.add_task(verb, words="")
+    return bar

@@ -1,0 +1,70 @@
+"""A process's own log: its standard output and error in a file, without the secrets of its environment."""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+from phalanx.core.secrets import Redactor
+
+
+def redirect_output(path: Path, redactor: Redactor) -> None:
+    """Point standard output and error at the end of `path`, standard input stays.
+
+    What Python prints passes `redactor`. What C code and child processes print does not: see `blank_out`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    for target in (1, 2):
+        os.dup2(log, target)
+    os.close(log)
+    redact_streams(redactor)
+
+
+def redact_streams(redactor: Redactor) -> None:
+    """Have `sys.stdout` and `sys.stderr` write whole lines to descriptors 1 and 2, each through `redactor`."""
+    sys.stdout, sys.stderr = RedactedStream(1, redactor), RedactedStream(2, redactor)
+
+
+class RedactedStream(io.TextIOWrapper):
+    """A text stream that takes secrets out of what is written, line by line: one printed in two parts is found too."""
+
+    def __init__(self, fd: int, redactor: Redactor) -> None:
+        raw = open(fd, "wb", closefd=False)
+        super().__init__(raw, encoding="utf-8", errors="backslashreplace")
+        self._redactor = redactor
+        self._begun = threading.local()  # each thread's line: no lock that a fork could inherit locked
+
+    def write(self, text: str) -> int:
+        *whole, self._begun.line = (getattr(self._begun, "line", "") + text).split("\n")
+        if whole:
+            super().write(self._redactor.text("\n".join(whole)) + "\n")
+            super().flush()
+        return len(text)
+
+    def flush(self) -> None:
+        if line := getattr(self._begun, "line", ""):
+            self._begun.line = ""
+            super().write(self._redactor.text(line))
+        super().flush()
+
+
+def blank_out(path: Path, secrets: Iterable[str]) -> int:
+    """Overwrite each of `secrets` in the file with stars, in place; the number of places. Raises OSError."""
+    wanted = [secret.encode() for secret in secrets]
+    if not wanted or path.stat().st_size == 0:
+        return 0
+    num_places = 0
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as content:
+        for secret in wanted:
+            at = content.find(secret)
+            while at >= 0:
+                content[at : at + len(secret)] = b"*" * len(secret)
+                num_places += 1
+                at = content.find(secret, at + len(secret))
+    return num_places

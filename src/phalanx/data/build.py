@@ -1,0 +1,362 @@
+"""Inputs become a dataset directory: shards in parallel, dataset.json last. Torch-free.
+
+What has been built lies under OUT/.build until dataset.json is there: for each finished shard a note with the digest of
+what went into it. Whoever comes after a kill keeps every shard whose note still holds, and builds the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from phalanx.core.digest import differing_keys, digest
+from phalanx.core.errors import DataError, PhalanxError, ResourceError, RunLockedError
+from phalanx.core.files import read_json, resource_error, write_bytes_atomic, write_json_atomic
+from phalanx.core.units import format_bytes
+from phalanx.data.build_pool import run_tasks
+from phalanx.data.cuts import cutter_for
+from phalanx.data.dataset import FORMAT, MANIFEST, Dataset, Manifest, TokenizerFacts, is_dataset, open_dataset
+from phalanx.data.encode import Counts, Outcome, sum_counts
+from phalanx.data.readers import parts_of
+from phalanx.data.shards import dtype_for, open_shard
+from phalanx.data.sources import Found, find_files
+from phalanx.data.spans import Task, default_shard_bytes, plan_tasks
+from phalanx.data.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Tokenizer, load_tokenizer, tokenizer_path
+
+STATE = ".build"
+OPTIONS, LOCK = "options.json", "lock"
+_STEP_BYTES = 1 << 20  # files are cut into shards at multiples of this, or of a shard's size where that is smaller
+_QUICK_BYTES = 128 << 20  # of bytes as tokens: done before workers have started
+_ROOM = 1.05  # of what the shards of the tokens bytes would take
+
+
+@dataclass(frozen=True)
+class BuildProgress:
+    """How far a build is. `counts` is of all shards, those kept from an interrupted build included."""
+
+    counts: Counts
+    total_bytes: int
+    num_shards_done: int
+    num_shards: int
+    num_shards_kept: int
+    kept: Counts  # of shards that an interrupted build left
+    elapsed_s: float
+    num_workers: int
+
+
+Progress = Callable[[BuildProgress], None]
+
+
+@dataclass
+class _Build:
+    """One build as it goes on."""
+
+    tasks: list[Task]
+    outcomes: dict[int, Outcome]
+    num_workers: int
+    began: float = field(default_factory=time.monotonic)
+    kept: tuple[int, ...] = ()
+    running: dict[int, Counts] = field(default_factory=dict)
+
+    def progress(self) -> BuildProgress:
+        total = sum_counts([*(outcome.counts for outcome in self.outcomes.values()), *self.running.values()])
+        return BuildProgress(
+            counts=total,
+            total_bytes=sum(task.weight for task in self.tasks),
+            num_shards_done=len(self.outcomes),
+            num_shards=len(self.tasks),
+            num_shards_kept=len(self.kept),
+            kept=sum_counts(self.outcomes[number].counts for number in self.kept),
+            elapsed_s=time.monotonic() - self.began,
+            num_workers=self.num_workers,
+        )
+
+
+def build_dataset(
+    inputs: Sequence[str],
+    out: Path,
+    *,
+    tokenizer: str = "bytes",
+    column: str = "text",
+    num_workers: int | None = 1,
+    shard_bytes: int | None = None,
+    progress: Progress | None = None,
+    keep_unfinished: bool = True,
+    named: str = "data.source",
+) -> Dataset:
+    """Turn text, JSONL, Parquet and Arrow files into the dataset directory `out`, and open it.
+
+    The shards are the same byte for byte at any number of workers; one worker builds in this process, None takes as
+    many as there are cores if that is worth their start. A finished dataset of the same inputs and options is opened as
+    it is, an unfinished one is continued. With `keep_unfinished=False` an error takes away whatever was written. Errors
+    call the inputs a value of `named`.
+
+    Raises DataError (exit 4) for inputs that cannot be used or an `out` that holds something else, ResourceError
+    (exit 7) if `out` cannot be written, RunLockedError (exit 9) if another build is at it.
+    """
+    encoder = load_tokenizer(tokenizer)
+    found = find_files(inputs, named)
+    cutter = cutter_for(encoder)
+    total_bytes = sum(file.num_bytes for one in found for file in one.files)
+    shard_bytes = shard_bytes or default_shard_bytes(total_bytes)
+    step_bytes = min(_STEP_BYTES, shard_bytes)
+    parts = [parts_of(file, column, step_bytes, cutter.can_cut) for one in found for file in one.files]
+    tasks = plan_tasks(parts, shard_bytes)
+    options = _options(found, encoder, column, shard_bytes)
+    _check_place(out)
+    if is_dataset(out):
+        return _finished(out, options)
+    is_new = not out.exists()
+    try:
+        with _locked(out):
+            try:
+                workers = num_workers or _useful_workers(encoder, total_bytes)
+                return _build(tasks, found, encoder, tokenizer, options, out, workers, progress)
+            except BaseException:
+                if not keep_unfinished:
+                    _remove(out, tasks, is_new)
+                raise
+    except OSError as error:  # reading raises DataError, so this was writing
+        raise _cannot_write(error, out) from None
+
+
+def _useful_workers(encoder: Tokenizer, total_bytes: int) -> int:
+    if encoder.kind == "bytes" and total_bytes < _QUICK_BYTES:
+        return 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cannot_write(error: OSError, out: Path) -> PhalanxError:
+    problem = resource_error(error, "writing the token shards", out)
+    fix = problem.fix and problem.fix.replace("run.dir", "folder")
+    return type(problem)(problem.what, where=problem.where, why=problem.why, fix=fix)
+
+
+def _options(found: list[Found], encoder: Tokenizer, column: str, shard_bytes: int) -> dict[str, Any]:
+    """What decides about every byte of the dataset."""
+    return {
+        "format": FORMAT,
+        "tokenizer": {"kind": encoder.kind, "digest": encoder.digest},
+        "end_of_document": encoder.end_of_document,
+        "column": column,
+        "shard_bytes": shard_bytes,
+        "inputs": [_input_facts(one) for one in found],
+    }
+
+
+def _input_facts(found: Found) -> dict[str, Any]:
+    return {
+        "source": found.source,
+        "num_files": len(found.files),
+        "num_bytes": sum(file.num_bytes for file in found.files),
+        "digest": digest([[file.name, file.num_bytes] for file in found.files]),
+    }
+
+
+def _check_place(out: Path) -> None:
+    """Refuse a place that holds anything but a dataset, finished or not."""
+    if not os.path.lexists(out):
+        return
+    try:
+        names = os.listdir(out)
+    except NotADirectoryError:
+        raise DataError("not a folder", where=str(out), fix="give another --out") from None
+    except OSError as error:
+        raise resource_error(error, "opening the folder of the dataset", out) from None
+    if names and STATE not in names and MANIFEST not in names:
+        raise DataError(
+            "the folder holds something else",
+            where=str(out),
+            why=f"{sorted(names)[0]!r} is there and dataset.json is not",
+            fix="give an empty folder, or one that does not exist",
+        )
+
+
+def _finished(out: Path, options: dict[str, Any]) -> Dataset:
+    """The dataset that is already there, if it is the one that is wanted."""
+    dataset = open_dataset(out)
+    was = _wanted(dataset.manifest.to_json())
+    differing = differing_keys(was, _wanted(options))
+    if differing:
+        raise DataError(
+            "another dataset is there",
+            where=str(out),
+            why=f"other {', '.join(differing)}",
+            fix="give another --out, or remove that folder",
+        )
+    with contextlib.suppress(OSError):
+        shutil.rmtree(out / STATE)  # a build that was killed on its very last step
+    return dataset
+
+
+def _wanted(options: dict[str, Any]) -> dict[str, Any]:
+    return {key: options.get(key) for key in ("tokenizer", "end_of_document", "column", "shard_bytes", "inputs")}
+
+
+@contextlib.contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """Hold OUT/.build for this process: the lock goes with it, however it ends."""
+    (out / STATE).mkdir(parents=True, exist_ok=True)
+    handle = os.open(out / STATE / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunLockedError("another build is writing there", where=str(out), fix="wait for it") from None
+        yield
+    finally:
+        os.close(handle)
+
+
+def _build(
+    tasks: list[Task],
+    found: list[Found],
+    encoder: Tokenizer,
+    tokenizer: str,
+    options: dict[str, Any],
+    out: Path,
+    num_workers: int,
+    progress: Progress | None,
+) -> Dataset:
+    _same_options(out, options)
+    for left in out.glob(".*.partial"):
+        left.unlink(missing_ok=True)
+    kept = _kept(tasks, out)
+    build = _Build(tasks, kept, min(num_workers, max(1, len(tasks) - len(kept))), kept=tuple(kept))
+    todo = [task for task in tasks if task.number not in kept]
+    _check_room(todo, encoder, out)
+
+    def tell() -> None:
+        if progress is not None:
+            progress(build.progress())
+
+    def running(number: int, counts: Counts) -> None:
+        build.running[number] = counts
+        tell()
+
+    def done(task: Task, outcome: Outcome) -> None:
+        _note(out, task, outcome)
+        build.running.pop(task.number, None)
+        build.outcomes[task.number] = outcome
+        tell()
+
+    tell()
+    run_tasks(todo, out, encoder, tokenizer, options["column"], build.num_workers, running, done)
+    return _finish(build, found, encoder, tokenizer, options, out)
+
+
+def _same_options(out: Path, options: dict[str, Any]) -> None:
+    """Refuse to go on with a build of other options. Inputs may have changed: each shard knows what went into it."""
+    path = out / STATE / OPTIONS
+    mine = {key: value for key, value in options.items() if key != "inputs"}
+    if path.exists() and any((out / STATE).glob("[0-9]*.json")):
+        try:
+            was = read_json(path)
+        except ValueError:
+            was = {}
+        differing = differing_keys(was, mine)
+        if differing:
+            raise DataError(
+                "an unfinished build with other options is there",
+                where=str(out),
+                why=f"other {', '.join(differing)}",
+                fix="give the same options to finish it, another --out, or remove that folder",
+            )
+    write_json_atomic(path, mine)
+
+
+def _note(out: Path, task: Task, outcome: Outcome) -> None:
+    """Written when the shard is durable under its name; a note that a power cut takes costs one shard."""
+    path = out / STATE / f"{task.number:05d}.json"
+    write_json_atomic(path, {"task": task.digest, "outcome": outcome.to_json()}, durable=False)
+
+
+def _kept(tasks: list[Task], out: Path) -> dict[int, Outcome]:
+    """Outcomes of an interrupted build that still hold: same inputs, and the shard is the one of the note."""
+    kept: dict[int, Outcome] = {}
+    for task in tasks:
+        try:
+            note = read_json(out / STATE / f"{task.number:05d}.json")
+            outcome = Outcome.from_json(note["outcome"])
+            if note["task"] != task.digest:
+                continue
+            if outcome.facts is not None and open_shard(out / task.file).facts != outcome.facts:
+                continue
+        except (OSError, ValueError, KeyError, TypeError, DataError):
+            continue
+        kept[task.number] = outcome
+    return kept
+
+
+def _check_room(todo: list[Task], encoder: Tokenizer, out: Path) -> None:
+    """Said at once rather than after an hour. Only for bytes: other tokenizers make less of it, who knows how much."""
+    if encoder.kind != "bytes" or any(span.format not in ("text", "jsonl") for task in todo for span in task.spans):
+        return
+    needed = int(_ROOM * 2 * sum(task.weight for task in todo if all(s.format == "text" for s in task.spans)))
+    free = shutil.disk_usage(out).free
+    if needed > free:
+        raise ResourceError(
+            f"the dataset needs about {format_bytes(needed)} and {format_bytes(free)} are free",
+            where=str(out),
+            fix="free space there or give another --out",
+        )
+
+
+def _finish(
+    build: _Build, found: list[Found], encoder: Tokenizer, tokenizer: str, options: dict[str, Any], out: Path
+) -> Dataset:
+    outcomes = [build.outcomes[task.number] for task in build.tasks]
+    shards = tuple(outcome.facts for outcome in outcomes if outcome.facts is not None)
+    total = build.progress().counts
+    if not shards:
+        why = f"{total.num_null_rows} null rows" if total.num_null_rows else "no row has any text"
+        raise DataError("there is no text in it", where=", ".join(one.source for one in found), why=why)
+    if encoder.kind == "tokenizer.json":
+        _copy_tokenizer(encoder, tokenizer, out)
+    manifest = Manifest(
+        tokenizer=TokenizerFacts(encoder.kind, encoder.digest),
+        vocab_size=encoder.vocab_size,
+        dtype=dtype_for(encoder.vocab_size),
+        end_of_document=encoder.end_of_document,
+        column=options["column"],
+        shard_bytes=options["shard_bytes"],
+        source_bytes=total.text_bytes,
+        num_skipped_files=sum(one.num_skipped for one in found),
+        num_skipped_rows=total.num_null_rows,
+        num_not_utf8=total.num_not_utf8,
+        inputs=tuple(options["inputs"]),
+        shards=shards,
+    )
+    for left in set(out.glob("shard-*.tokens")) - {out / shard.file for shard in shards}:
+        left.unlink()  # of inputs that are not there any more
+    write_json_atomic(out / MANIFEST, manifest.to_json())
+    dataset = open_dataset(out)
+    shutil.rmtree(out / STATE, ignore_errors=True)
+    return dataset
+
+
+def _copy_tokenizer(encoder: Tokenizer, name: str, out: Path) -> None:
+    """The tokenizer goes with its tokens, and so does what says which token ends a document."""
+    path = tokenizer_path(name)
+    write_bytes_atomic(out / TOKENIZER_FILE, path.read_bytes())
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        said = json.loads((path.parent / CONFIG_FILE).read_bytes())
+        write_json_atomic(out / CONFIG_FILE, {"eos_token": said["eos_token"]} if "eos_token" in said else {})
+
+
+def _remove(out: Path, tasks: list[Task], is_new: bool) -> None:
+    """Take away what this build may have written, and the folder if it is new."""
+    with contextlib.suppress(OSError):
+        for name in [*(task.file for task in tasks), TOKENIZER_FILE, CONFIG_FILE, MANIFEST]:
+            (out / name).unlink(missing_ok=True)
+        shutil.rmtree(out / STATE)
+        if is_new:
+            out.rmdir()

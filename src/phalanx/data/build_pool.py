@@ -1,0 +1,157 @@
+"""Runs the tasks of a build: in this process, or in workers that take one task after another. Torch-free.
+
+Workers are fresh interpreters with a pipe each way, one line of JSON per message. A worker whose parent is gone reads
+the end of its pipe and goes too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, cast
+
+from phalanx.core import errors
+from phalanx.core.errors import DataError, PhalanxError, ResourceError
+from phalanx.core.files import resource_error
+from phalanx.data.encode import Counts, Outcome, build_shard
+from phalanx.data.spans import Task
+from phalanx.data.tokenizer import Tokenizer
+
+_HOME = str(Path(__file__).parents[2])
+
+Running = Callable[[int, Counts], None]
+Done = Callable[[Task, Outcome], None]
+
+
+def run_tasks(
+    tasks: list[Task],
+    out: Path,
+    encoder: Tokenizer,
+    tokenizer: str,
+    column: str,
+    num_workers: int,
+    running: Running,
+    done: Done,
+) -> None:
+    """Build every task. The first error stops the others and is raised."""
+    if num_workers > 1 and len(tasks) > 1:
+        hello = {"out": str(out.resolve()), "tokenizer": tokenizer, "column": column}
+        _in_workers(tasks, hello, num_workers, running, done)
+        return
+    for task in tasks:
+        done(task, build_shard(task, out, encoder, column, partial(running, task.number)))
+
+
+@dataclass
+class _Worker:
+    process: subprocess.Popen[bytes]
+    task: Task | None = None
+    unread: bytearray = field(default_factory=bytearray)
+
+    def send(self, message: dict[str, Any]) -> None:
+        stdin = cast(IO[bytes], self.process.stdin)
+        try:
+            stdin.write(json.dumps(message).encode() + b"\n")
+            stdin.flush()
+        except BrokenPipeError:
+            raise self.died() from None
+
+    def give(self, task: Task) -> None:
+        self.task = task
+        self.send({"task": task.to_json()})
+
+    def messages(self) -> Iterator[dict[str, Any]]:
+        """What has arrived. ResourceError if the worker is gone."""
+        data = os.read(cast(IO[bytes], self.process.stdout).fileno(), 1 << 16)
+        if not data:
+            raise self.died()
+        self.unread += data
+        *lines, rest = bytes(self.unread).split(b"\n")
+        self.unread[:] = rest
+        for line in lines:
+            yield json.loads(line)
+
+    def died(self) -> PhalanxError:
+        code = self.process.wait()
+        if code < 0:
+            why = f"signal {signal.Signals(-code).name}"
+            fix = "memory may have run out: try fewer --workers; the same command goes on from here"
+        else:
+            why, fix = f"exit code {code}", "what it said is above"
+        what = f"a worker died while building {self.task.file}" if self.task else "a worker died"
+        return ResourceError(what, why=why, fix=fix)
+
+
+def _in_workers(tasks: list[Task], hello: dict[str, Any], num_workers: int, running: Running, done: Done) -> None:
+    waiting = list(reversed(tasks))
+    with _open_workers(min(num_workers, len(tasks)), hello) as workers, selectors.DefaultSelector() as selector:
+        for worker in workers:
+            selector.register(cast(IO[bytes], worker.process.stdout), selectors.EVENT_READ, worker)
+            worker.give(waiting.pop())
+        num_left = len(tasks)
+        while num_left:
+            for key, _ in selector.select():
+                worker = key.data
+                for message in worker.messages():
+                    assert worker.task is not None
+                    if "error" in message:
+                        raise _error_of(message)
+                    if "running" in message:
+                        running(worker.task.number, Counts(**message["running"]))
+                        continue
+                    done(worker.task, Outcome.from_json(message["done"]))
+                    num_left -= 1
+                    worker.task = None
+                    if waiting:
+                        worker.give(waiting.pop())
+
+
+@contextmanager
+def _open_workers(num_workers: int, hello: dict[str, Any]) -> Iterator[list[_Worker]]:
+    """Started, told what all tasks have in common, and gone when the block is left, however that is."""
+    # One core each: the workers are the parallelism. A library with threads of its own would only get in their way.
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
+    environment = os.environ | threads | {"TOKENIZERS_PARALLELISM": "false"}
+    # -P: what lies in the current folder must not be imported instead of a library. Ours is where this file is.
+    command = [sys.executable, "-P", "-m", "phalanx.data.build_worker"]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [_HOME, os.environ.get("PYTHONPATH")]))
+    workers: list[_Worker] = []
+    try:
+        for _ in range(num_workers):
+            workers.append(
+                _Worker(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment))
+            )
+        for worker in workers:
+            worker.send(hello)
+        yield workers
+    finally:
+        for worker in workers:
+            worker.process.kill()  # shards are renamed when they are whole: there is nothing to say goodbye to
+        for worker in workers:
+            worker.process.communicate()
+        _remove_partials(Path(hello["out"]))
+
+
+def _remove_partials(out: Path) -> None:
+    for left in out.glob(".shard-*.partial"):
+        left.unlink(missing_ok=True)
+
+
+def error_message(error: PhalanxError | OSError, out: Path) -> dict[str, Any]:
+    """An error of a worker as a message; an OSError is one of writing, since readers raise DataError."""
+    told = error if isinstance(error, PhalanxError) else resource_error(error, "writing the token shards", out)
+    return told.to_json()
+
+
+def _error_of(message: dict[str, Any]) -> PhalanxError:
+    kind = getattr(errors, message["error"], DataError)
+    return cast(PhalanxError, kind(message["what"], where=message["where"], why=message["why"], fix=message["fix"]))

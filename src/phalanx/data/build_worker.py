@@ -1,0 +1,55 @@
+"""A worker of a build: `python -m phalanx.data.build_worker`, tasks in, outcomes out, one line of JSON each."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from phalanx.core.errors import PhalanxError
+from phalanx.data.build_pool import error_message
+from phalanx.data.encode import Counts, build_shard
+from phalanx.data.spans import Task
+from phalanx.data.tokenizer import load_tokenizer
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what it means
+    messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(messages,), daemon=True).start()
+    hello = messages.get()
+    out = Path(hello["out"])
+    try:
+        tokenizer = load_tokenizer(hello["tokenizer"])
+        while True:
+            task = Task.from_json(messages.get()["task"])
+            outcome = build_shard(task, out, tokenizer, hello["column"], _report)
+            _say({"done": outcome.to_json()})
+    except (PhalanxError, OSError) as error:
+        _say(error_message(error, out))
+        threading.Event().wait()  # the parent has read it when it ends us
+
+
+def _listen(messages: queue.SimpleQueue[dict[str, Any]]) -> None:
+    """Pass lines on; at their end the parent is gone, and whatever is being built is nobody's."""
+    for line in sys.stdin.buffer:
+        messages.put(json.loads(line))
+    os._exit(0)
+
+
+def _report(counts: Counts) -> None:
+    _say({"running": vars(counts)})
+
+
+def _say(message: dict[str, Any]) -> None:
+    sys.stdout.buffer.write(json.dumps(message).encode() + b"\n")
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""What readers of rows share: where they stand, and what they say of a column that is not there. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phalanx.core.errors import DataError, did_you_mean
+
+MOST_NAMES = 20  # of columns or fields, in a message
+
+
+@dataclass
+class Reading:
+    """Where a reader stands: what progress and the summary need. `read` is in the units of Span.weight."""
+
+    read: float = 0.0
+    num_null_rows: int = 0
+
+
+def no_column(column: str, known: list[str], where: str, noun: str, they: str) -> DataError:
+    """Names what is there, and the nearest of it."""
+    shown = ", ".join(known[:MOST_NAMES]) + (f" and {len(known) - MOST_NAMES} more" if len(known) > MOST_NAMES else "")
+    near = did_you_mean(column, known)
+    return DataError(
+        f"there is no {noun} {column!r}",
+        where=where,
+        why=f"{they}: {shown}" if known else f"{they} none",
+        fix=near or "choose with --column, or data.column in a job",
+    )

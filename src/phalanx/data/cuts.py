@@ -1,0 +1,117 @@
+"""Where a long text can be cut so that its parts have the tokens of the whole. Torch-free.
+
+Tokenizers split text at places that depend on a few characters around them, and never join across. So a place at a
+line's end is good if the text around it gives the same tokens in one go as in two. A tokenizer for which no place is
+good (one that marks the beginning of a text, say) gets its documents whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import BinaryIO
+
+from phalanx.core.errors import DataError
+from phalanx.core.units import MIB
+from phalanx.data.tokenizer import Tokenizer, without_surrogates
+
+PIECE_CHARS = MIB // 4
+MAX_WHOLE_CHARS = 64 * MIB  # encoding takes about a hundred bytes of memory for each token
+
+_CONTEXT_CHARS = 256
+_MAX_SPACE_CHARS = 32  # a longer run of white space may be split by what lies outside the context
+_WINDOW_BYTES = 1 << 16
+_MARGIN_BYTES = 4 * _CONTEXT_CHARS + 4 * _MAX_SPACE_CHARS
+_PROBES = (("One line of text", "\nanother line"), ("One line of text\n", "another line"))
+
+
+class Cutter:
+    """Cuts texts where `same(before, after)`: the two have the tokens of both together.
+
+    With `anywhere` (a token is a byte) files are cut at any byte.
+    """
+
+    def __init__(self, same: Callable[[str, str], bool], *, anywhere: bool = False) -> None:
+        self._same, self._anywhere = same, anywhere
+        self.can_cut = anywhere or any(same(*probe) for probe in _PROBES)
+
+    def holds(self, text: str, at: int) -> bool:
+        """True if `text` has the same tokens when it is cut at `at`."""
+        before, after = text[max(0, at - _CONTEXT_CHARS) : at], text[at : at + _CONTEXT_CHARS]
+        return self._same(without_surrogates(before), without_surrogates(after))
+
+    def first_cut(self, text: str, start: int) -> int | None:
+        """The first good place at or after `start`, or None in this text."""
+        at = text.find("\n", start)
+        while at >= 0:
+            for place in _places(text, at):
+                if place >= start and self.holds(text, place):
+                    return place
+            at = text.find("\n", at + 1)
+        return None
+
+    def cut_in_file(self, file: BinaryIO, offset: int, num_bytes: int) -> int:
+        """Where the first good place at or after byte `offset` of a file is; its end if there is none.
+
+        The same for everyone who asks for the same offset, and never smaller for a larger one.
+        """
+        if offset <= 0 or self._anywhere:
+            return max(0, min(offset, num_bytes))
+        while self.can_cut and offset < num_bytes:
+            begin = max(0, offset - _MARGIN_BYTES)
+            file.seek(begin)
+            data = file.read(offset - begin + _WINDOW_BYTES + _MARGIN_BYTES)
+            until = offset + _WINDOW_BYTES
+            text = data.decode("utf-8", "surrogateescape")  # one letter for each odd byte, so that places can be told
+            start = len(data[: offset - begin].decode("utf-8", "surrogateescape"))
+            cut = self.first_cut(text, start)
+            if cut is not None:
+                at = begin + len(text[:cut].encode("utf-8", "surrogateescape"))
+                if at < until or begin + len(data) >= num_bytes:
+                    return at
+            offset = until
+        return num_bytes
+
+    def pieces(self, text: str, where: str) -> Iterator[str]:
+        """`text` in parts of about PIECE_CHARS. DataError if it is huge and cannot be cut."""
+        begin = 0
+        while len(text) - begin > 2 * PIECE_CHARS and self.can_cut:
+            cut = self.first_cut(text, begin + PIECE_CHARS)
+            if cut is None:
+                break
+            yield text[begin:cut]
+            begin = cut
+        rest = text[begin:] if begin else text
+        if len(rest) > MAX_WHOLE_CHARS:
+            raise too_long(len(rest), where)
+        yield rest
+
+
+def cutter_for(tokenizer: Tokenizer) -> Cutter:
+    """Cuts that keep the tokens of one tokenizer."""
+
+    def same(before: str, after: str) -> bool:
+        whole, *parts = tokenizer.encode_batch([before + after, before, after])
+        return list(whole) == [*parts[0], *parts[1]]
+
+    return Cutter(same, anywhere=tokenizer.kind == "bytes")
+
+
+def too_long(num_chars: int, where: str) -> DataError:
+    return DataError(
+        f"{num_chars // MIB} million characters in one piece",
+        where=where,
+        why="the tokenizer gives other tokens wherever the text is cut at a line's end, and this is too long to encode",
+        fix="divide it into documents: files, or rows of JSONL",
+    )
+
+
+def _places(text: str, line_end: int) -> Iterator[int]:
+    """Behind a line's end, and before the white space it stands in, if that is short."""
+    begin, end = line_end, line_end + 1
+    while begin > 0 and text[begin - 1].isspace() and end - begin < _MAX_SPACE_CHARS:
+        begin -= 1
+    while end < len(text) and text[end].isspace() and end - begin < _MAX_SPACE_CHARS:
+        end += 1
+    if begin > 0 and end < len(text) and end - begin < _MAX_SPACE_CHARS:
+        yield line_end + 1
+        yield begin

@@ -1,0 +1,228 @@
+"""A dataset directory: dataset.json, written last, and the shards it lists. Torch-free."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from phalanx.core.errors import DataError
+from phalanx.core.files import check_name
+from phalanx.data.shards import DTYPES, Progress, Shard, ShardFacts, open_shard, verify_shard
+from phalanx.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
+
+FORMAT = 1
+MANIFEST = "dataset.json"
+
+_OTHER_FILES = 512  # that a process may want to open besides
+
+
+@dataclass(frozen=True)
+class TokenizerFacts:
+    """`kind` is "bytes", "tokenizer.json" (a copy lies in the directory) or "none" (token ids without a text)."""
+
+    kind: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What dataset.json says."""
+
+    tokenizer: TokenizerFacts
+    vocab_size: int
+    dtype: str
+    end_of_document: int | None
+    column: str
+    shard_bytes: int
+    source_bytes: int  # of the text, as UTF-8
+    num_skipped_files: int
+    num_skipped_rows: int
+    num_not_utf8: int
+    inputs: tuple[dict[str, Any], ...]
+    shards: tuple[ShardFacts, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format": FORMAT, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, value: Any, where: Path) -> Manifest:
+        """Raises DataError if `value` is not what `to_json` gives."""
+        try:
+            fields = dict(value)
+            if fields.pop("format") != FORMAT or fields["dtype"] not in DTYPES:
+                raise ValueError("another release wrote it")
+            fields["tokenizer"] = TokenizerFacts(**fields["tokenizer"])
+            fields["inputs"] = tuple(fields["inputs"])
+            fields["shards"] = tuple(ShardFacts(**shard) for shard in fields["shards"])
+            for shard in fields["shards"]:
+                check_name(shard.file, "shard")
+            if not fields["shards"]:
+                raise ValueError("it lists no shard")
+            return cls(**fields)
+        except Exception as error:
+            raise _unusable(where, f"{type(error).__name__}: {error}") from None
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """An open dataset: every shard mapped, none of it read. `digest` is that of dataset.json's bytes."""
+
+    directory: Path
+    manifest: Manifest
+    shards: tuple[Shard, ...]
+    digest: str
+
+    @property
+    def tokenizer(self) -> TokenizerFacts:
+        return self.manifest.tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        return self.manifest.vocab_size
+
+    @property
+    def dtype(self) -> str:
+        return self.manifest.dtype
+
+    @property
+    def end_of_document(self) -> int | None:
+        return self.manifest.end_of_document
+
+    @property
+    def source_bytes(self) -> int:
+        return self.manifest.source_bytes
+
+    @property
+    def num_skipped_files(self) -> int:
+        return self.manifest.num_skipped_files
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return sum(shard.facts.num_tokens for shard in self.shards)
+
+    @cached_property
+    def num_documents(self) -> int:
+        """A document that goes on in the next shard counts once."""
+        return sum(shard.facts.num_documents - shard.facts.continues for shard in self.shards)
+
+    def load_tokenizer(self) -> Tokenizer | None:
+        """The tokenizer its text went through; None where it was given as ids. DataError if it is not the one."""
+        if self.tokenizer.kind == "none":
+            return None
+        name = "bytes" if self.tokenizer.kind == "bytes" else str(self.directory / TOKENIZER_FILE)
+        tokenizer = load_tokenizer(name)
+        if tokenizer.digest != self.tokenizer.digest:
+            raise DataError(
+                "the tokenizer is not the one of its shards",
+                where=name,
+                why=f"digest {tokenizer.digest}, the shards were made with {self.tokenizer.digest}",
+                fix="put the original tokenizer.json back, or build the dataset again",
+            )
+        return tokenizer
+
+
+def is_dataset(path: Path | str) -> bool:
+    """True if `path` is a directory that `phalanx data build` finished."""
+    return os.path.isfile(os.path.join(path, MANIFEST))
+
+
+def open_dataset(directory: Path) -> Dataset:
+    """Open every shard of a dataset. Raises DataError (exit 4); all bad shards are named at once."""
+    manifest, digest = read_manifest(directory)
+    _allow_open_files(len(manifest.shards))
+    shards: list[Shard] = []
+    problems: list[DataError] = []
+    for facts in manifest.shards:
+        try:
+            shards.append(_open_listed(directory, manifest, facts))
+        except DataError as error:
+            problems.append(error)
+    if problems:
+        raise problems[0] if len(problems) == 1 else _several(directory, manifest, problems)
+    return Dataset(directory, manifest, tuple(shards), digest)
+
+
+def _allow_open_files(num_shards: int) -> None:
+    """Raise this process's own limit where the shards would not fit, as far as it may be raised."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = num_shards + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+
+
+def read_manifest(directory: Path) -> tuple[Manifest, str]:
+    """dataset.json and the digest of its bytes. Raises DataError."""
+    path = directory / MANIFEST
+    try:
+        content = path.read_bytes()
+        value = json.loads(content)
+    except FileNotFoundError:
+        why = "dataset.json is written last, and is not there"
+        raise DataError("no finished dataset", where=str(directory), why=why, fix="run phalanx data build") from None
+    except OSError as error:
+        raise _unusable(path, error.strerror or str(error)) from None
+    except ValueError as error:
+        raise _unusable(path, f"not JSON: {error}") from None
+    return Manifest.from_json(value, path), hashlib.sha256(content).hexdigest()[:16]
+
+
+def verify_dataset(directory: Path, progress: Progress | None = None) -> Iterator[DataError]:
+    """Everything that is wrong with a dataset, as it is found: each shard is read whole and compared."""
+    try:
+        manifest, digest = read_manifest(directory)
+    except DataError as error:
+        yield error
+        return
+    for facts in manifest.shards:
+        try:
+            _open_listed(directory, manifest, facts)
+        except DataError as error:
+            yield error
+            continue
+        yield from verify_shard(directory / facts.file, progress)
+    try:
+        Dataset(directory, manifest, (), digest).load_tokenizer()
+    except DataError as error:
+        yield error
+
+
+def _open_listed(directory: Path, manifest: Manifest, facts: ShardFacts) -> Shard:
+    """Open a shard and hold it to what dataset.json says of it."""
+    shard = open_shard(directory / facts.file)
+    if shard.tokenizer_digest != manifest.tokenizer.digest:
+        raise _swapped(
+            shard, f"made with tokenizer {shard.tokenizer_digest}, the dataset with {manifest.tokenizer.digest}"
+        )
+    if shard.facts.max_token_id >= manifest.vocab_size:
+        raise _swapped(shard, f"token {shard.facts.max_token_id}, the dataset's vocabulary has {manifest.vocab_size}")
+    if shard.facts != facts or shard.dtype != manifest.dtype or shard.vocab_size != manifest.vocab_size:
+        raise _swapped(shard, f"checksum {shard.facts.xxh3}, dataset.json says {facts.xxh3}")
+    return shard
+
+
+def _swapped(shard: Shard, why: str) -> DataError:
+    fix = "put the shard of this dataset back, or build it again"
+    return DataError("the shard is not of this dataset", where=str(shard.path), why=why, fix=fix)
+
+
+def _several(directory: Path, manifest: Manifest, problems: list[DataError]) -> DataError:
+    shown = "; ".join(f"{Path(str(p.where)).name}: {p.what} ({p.why})" for p in problems[:8])
+    more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+    return DataError(
+        f"{len(problems)} of {len(manifest.shards)} shards cannot be used",
+        where=str(directory),
+        why=shown + more,
+        fix="phalanx data verify says more; build the dataset again",
+    )
+
+
+def _unusable(path: Path, why: str) -> DataError:
+    return DataError("dataset.json cannot be used", where=str(path), why=why, fix="build the dataset again")

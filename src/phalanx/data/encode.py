@@ -1,0 +1,161 @@
+"""One task becomes one shard: read, encode in batches, write. What a worker process does. Torch-free."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.core.units import MIB
+from phalanx.data.columns import Reading
+from phalanx.data.cuts import cutter_for
+from phalanx.data.readers import Piece, read_pieces
+from phalanx.data.shards import ShardFacts, ShardWriter, dtype_for
+from phalanx.data.spans import Task
+from phalanx.data.tokenizer import Tokenizer
+
+BATCH_BYTES = 2 * MIB
+BATCH_PIECES = 4096
+REPORT_S = 0.2
+
+
+@dataclass
+class Counts:
+    """What went through so far, of one task or of all."""
+
+    read_bytes: float = 0.0  # of the input files, compressed or not
+    text_bytes: int = 0  # of UTF-8 that was encoded
+    num_documents: int = 0
+    num_tokens: int = 0
+    num_null_rows: int = 0
+    num_not_utf8: int = 0  # pieces of documents in which bytes were replaced
+    encode_s: float = 0.0
+    wall_s: float = 0.0
+
+
+def sum_counts(parts: Iterable[Counts]) -> Counts:
+    total = Counts()
+    for part in parts:
+        for name, value in vars(part).items():
+            setattr(total, name, getattr(total, name) + value)
+    return total
+
+
+@dataclass
+class Outcome:
+    """What became of a task; no facts where it held no token."""
+
+    facts: ShardFacts | None
+    counts: Counts = field(default_factory=Counts)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Outcome:
+        return cls(value["facts"] and ShardFacts(**value["facts"]), Counts(**value["counts"]))
+
+
+Report = Callable[[Counts], None]
+
+
+def build_shard(task: Task, out: Path, tokenizer: Tokenizer, column: str, report: Report) -> Outcome:
+    """Write the shard of `task` in `out`: whole or absent. Raises DataError, and OSError where writing fails."""
+    began = time.monotonic()
+    counts, reading = Counts(), Reading()
+    told_s = 0.0
+    first = task.spans[0]
+    continues = first.format == "text" and first.begin > 0
+    encode = _encode_bytes if tokenizer.kind == "bytes" else _encode_text
+    dtype = dtype_for(tokenizer.vocab_size)
+    with ShardWriter(out / task.file, dtype, tokenizer.vocab_size, tokenizer.digest, continues=continues) as writer:
+        for batch in _batches(_pieces(task, column, tokenizer, reading)):
+            began_encoding = time.monotonic()
+            encoded = encode(batch, tokenizer)
+            counts.encode_s += time.monotonic() - began_encoding
+            _write(writer, batch, encoded, tokenizer.end_of_document)
+            _count(counts, batch, reading)
+            counts.num_tokens = writer.num_tokens
+            counts.wall_s = time.monotonic() - began
+            if counts.wall_s - told_s >= REPORT_S:
+                report(counts)
+                told_s = counts.wall_s
+        counts.num_null_rows = reading.num_null_rows  # where the last rows are null, no batch follows
+        facts = writer.commit() if writer.num_tokens else None
+    counts.read_bytes, counts.wall_s = task.weight, time.monotonic() - began
+    return Outcome(facts, counts)
+
+
+def _pieces(task: Task, column: str, tokenizer: Tokenizer, reading: Reading) -> Iterator[Piece]:
+    cutter = cutter_for(tokenizer)
+    for span in task.spans:
+        yield from read_pieces(span, column, cutter, tokenizer.kind == "bytes", reading)
+
+
+def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    batch: list[Piece] = []
+    num_bytes = 0
+    for piece in pieces:
+        batch.append(piece)
+        num_bytes += piece.num_bytes
+        if num_bytes >= BATCH_BYTES or len(batch) >= BATCH_PIECES:
+            yield batch
+            batch, num_bytes = [], 0
+    if batch:
+        yield batch
+
+
+class Encoded(NamedTuple):
+    """The ids of all pieces of a batch one after another, and how many each has."""
+
+    ids: NDArray[np.integer]
+    sizes: NDArray[np.int64]
+
+
+def _encode_bytes(batch: list[Piece], tokenizer: Tokenizer) -> Encoded:
+    """A byte is a token."""
+    joined = b"".join(piece.text for piece in batch)  # type: ignore[misc]
+    return Encoded(np.frombuffer(joined, np.uint8), np.array([len(piece.text) for piece in batch], np.int64))
+
+
+def _encode_text(batch: list[Piece], tokenizer: Tokenizer) -> Encoded:
+    found = tokenizer.encode_batch([piece.text for piece in batch])  # type: ignore[misc]
+    return Encoded(np.concatenate(found), np.array([ids.size for ids in found], np.int64))
+
+
+def _write(writer: ShardWriter, batch: list[Piece], encoded: Encoded, end_of_document: int | None) -> None:
+    """Put the ends of documents into a batch and write it in one go."""
+    ends = np.array([piece.ends for piece in batch]) & (end_of_document is not None)
+    sizes = encoded.sizes + ends
+    tokens = encoded.ids
+    if end_of_document is not None and ends.any():
+        stops = np.cumsum(sizes)
+        tokens = np.full(int(stops[-1]), end_of_document, writer.dtype)
+        is_text = np.ones(tokens.size, bool)
+        is_text[stops[ends] - 1] = False
+        tokens[is_text] = encoded.ids
+    starts, keys, at = [], [], 0
+    begun: int | None = None
+    for piece, size in zip(batch, sizes.tolist(), strict=True):
+        begun = piece.key if piece.begins else begun
+        if begun is not None and size:  # a document begins with its first token; without any it is none
+            starts.append(at)
+            keys.append(begun)
+            begun = None
+        at += size
+    writer.write_documents(tokens, np.array(starts, np.int64), keys)
+    if begun is not None:  # nothing of it has come yet
+        writer.begin_document(begun)
+
+
+def _count(counts: Counts, batch: list[Piece], reading: Reading) -> None:
+    counts.text_bytes += sum(piece.num_bytes for piece in batch)
+    counts.num_documents += sum(piece.ends for piece in batch)
+    counts.num_not_utf8 += sum(not piece.is_utf8 for piece in batch)
+    counts.read_bytes = reading.read
+    counts.num_null_rows = reading.num_null_rows

@@ -1,0 +1,203 @@
+"""The sample ledger: proof, from a run's own records, that no sample was repeated or left out. Torch-free.
+
+With observe.samples every rank says which samples it read for each step that was done, and the checksum of what was
+delivered. Restarts are part of it: what an attempt did after the step that the next one continued from does not count,
+but what both read must have been the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from phalanx.core.errors import DataError
+from phalanx.core.files import read_json
+from phalanx.data.corpus import load_corpus
+from phalanx.data.samples import Samples, open_samples
+from phalanx.data.user_dataset import digest_of
+from phalanx.observe.events import RunStarted, SamplesRead
+from phalanx.observe.tail import EventTail
+
+MAX_SHOWN = 20
+MAX_SAMPLE, MAX_OF_A_STEP = 2**60, 2**24  # what lies beyond was not written by a rank
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One rank's record of one step."""
+
+    attempt: int
+    event: SamplesRead
+
+
+@dataclass(frozen=True)
+class LedgerReport:
+    """`problems` is empty if every sample was read exactly once, in order, as the order of samples wants it."""
+
+    num_samples: int
+    num_steps: int
+    num_attempts: int
+    num_compared: int
+    """Readings whose checksum was compared with the tokens themselves; none of a user's own dataset."""
+    problems: tuple[str, ...] = field(default=())
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"ok": self.ok}
+
+    def lines(self) -> list[str]:
+        """What was found, for people."""
+        attempts = f" over {self.num_attempts} attempts" if self.num_attempts > 1 else ""
+        total = f"{self.num_samples:,} samples in {self.num_steps:,} steps{attempts}"
+        if self.ok:
+            compared = "checksums as the tokens say" if self.num_compared else "not compared with the dataset itself"
+            return [f"{total}, each exactly once ({compared})"]
+        more = len(self.problems) - MAX_SHOWN
+        return [total, *self.problems[:MAX_SHOWN], *([f"and {more:,} more"] if more > 0 else [])]
+
+
+def check_ledger(run_dir: Path) -> LedgerReport:
+    """Check the records of all attempts of a run. Raises DataError (exit 4) where there are none, or no run."""
+    found, starts = _read_events(run_dir)
+    if not found:
+        raise DataError(
+            "the run has no record of its samples", where=str(run_dir), fix="train with observe.samples=true"
+        )
+    readings = [reading for reading in found if _is_sound(reading.event)]
+    unsound = [reading.event for reading in found if not _is_sound(reading.event)]
+    problems = [f"step {event.step}: rank {event.data_parallel_rank} has a damaged record" for event in unsound]
+    done, incomplete = _complete_steps(_last_attempts(readings, starts))
+    problems += [*incomplete, *_not_in_order(done)]
+    problems += _differing_again(readings)
+    samples = _open(run_dir)
+    counted_readings = [reading for step in done.values() for reading in step]
+    if samples is not None:
+        problems += _wrong_content(counted_readings, samples)
+    return LedgerReport(
+        num_samples=sum(_num_samples(reading.event) for reading in counted_readings),
+        num_steps=len(done),
+        num_attempts=len({reading.attempt for reading in readings}),
+        num_compared=len(counted_readings) if samples is not None else 0,
+        problems=tuple(problems),
+    )
+
+
+def _read_events(run_dir: Path) -> tuple[list[Reading], dict[int, int]]:
+    """All records, and for each attempt the step it continued from."""
+    readings: list[Reading] = []
+    starts: dict[int, int] = {}
+    for envelope in EventTail(run_dir, all_ranks=True).poll():
+        if isinstance(envelope.event, SamplesRead):
+            readings.append(Reading(envelope.attempt, envelope.event))
+        elif isinstance(envelope.event, RunStarted):
+            starts[envelope.attempt] = int(envelope.event.step)
+    return readings, starts
+
+
+def _is_sound(event: SamplesRead) -> bool:
+    """Whether a record can be what a rank wrote: pairs of whole numbers, ascending, and not absurdly many samples."""
+    edges = event.ranges
+    if not edges or len(edges) % 2 or any(type(edge) is not int or not 0 <= edge < MAX_SAMPLE for edge in edges):
+        return False
+    sizes = [beyond - first for first, beyond in _ranges(event)]
+    return min(sizes) > 0 and sum(sizes) <= MAX_OF_A_STEP and 0 <= event.data_parallel_rank < event.data_parallel_size
+
+
+def _last_attempts(readings: Sequence[Reading], starts: dict[int, int]) -> dict[int, list[Reading]]:
+    """By step, the records that count: an attempt undoes all that was done after the step it continued from."""
+    counted: dict[int, list[Reading]] = {}
+    for attempt in sorted({reading.attempt for reading in readings} | set(starts)):
+        mine = [reading for reading in readings if reading.attempt == attempt]
+        first = starts.get(attempt, min((reading.event.step for reading in mine), default=1) - 1)
+        counted = {step: found for step, found in counted.items() if step <= first}
+        for reading in mine:
+            counted.setdefault(int(reading.event.step), []).append(reading)
+    return dict(sorted(counted.items()))
+
+
+def _complete_steps(counted: dict[int, list[Reading]]) -> tuple[dict[int, list[Reading]], list[str]]:
+    """The steps that every rank has recorded. The newest may be incomplete: ranks were stopped in between."""
+    done: dict[int, list[Reading]] = {}
+    problems: list[str] = []
+    newest = max(counted, default=0)
+    for step in range(1, newest + 1):
+        by_rank: dict[int, Reading] = {}
+        for reading in counted.get(step, []):
+            rank = int(reading.event.data_parallel_rank)
+            if rank in by_rank and by_rank[rank].event.ranges != reading.event.ranges:
+                problems.append(f"step {step}: rank {rank} has two records that differ")
+            by_rank[rank] = reading
+        wanted = max((int(reading.event.data_parallel_size) for reading in by_rank.values()), default=0)
+        missing = [rank for rank in range(wanted) if rank not in by_rank]
+        if by_rank and not missing:
+            done[step] = list(by_rank.values())
+        elif step < newest:
+            who = f"rank {', '.join(map(str, missing))} has no" if missing else "no rank has a"
+            problems.append(f"step {step}: {who} record")
+    return done, problems
+
+
+def _not_in_order(done: dict[int, list[Reading]]) -> Iterator[str]:
+    """Steps that do not begin where the one before ended, and samples that a step repeats or leaves out."""
+    expected = 0
+    for step, readings in done.items():
+        ranges = sorted(edge for reading in readings for edge in _ranges(reading.event))
+        for first, beyond in ranges:
+            if first > expected:
+                yield f"step {step}: {_named(expected, first)} missing"
+            elif first < expected:
+                yield f"step {step}: {_named(first, min(beyond, expected))} repeated"
+            expected = max(expected, beyond)
+
+
+def _named(first: int, beyond: int) -> str:
+    return f"sample {first} is" if beyond - first == 1 else f"samples {first} to {beyond - 1} are"
+
+
+def _differing_again(readings: Sequence[Reading]) -> Iterator[str]:
+    """Samples that were read again after a restart, with another content."""
+    seen: dict[tuple[int, ...], Reading] = {}
+    for reading in readings:
+        key = tuple(int(edge) for edge in reading.event.ranges)
+        first = seen.setdefault(key, reading)
+        if first.event.xxh3 != reading.event.xxh3:
+            what = f"attempt {first.attempt} and attempt {reading.attempt} read other content"
+            yield f"step {reading.event.step}: {what} as {_named(key[0], key[1])[:-3].strip()}"
+
+
+def _wrong_content(readings: Sequence[Reading], samples: Samples) -> Iterator[str]:
+    """Readings whose checksum is not that of the samples they name."""
+    for reading in readings:
+        ranges = _ranges(reading.event)
+        indices = np.concatenate([np.arange(first, beyond, dtype=np.int64) for first, beyond in ranges])
+        if digest_of(samples.take(indices)) != reading.event.xxh3:
+            rank = reading.event.data_parallel_rank
+            yield f"step {reading.event.step}: what rank {rank} was given is not what the order of samples says"
+
+
+def _open(run_dir: Path) -> Samples | None:
+    """The run's samples, to compare with; None for a user's own dataset, whose code is not run here."""
+    try:
+        job = read_json(run_dir / "job.json")
+    except (OSError, ValueError) as error:
+        raise DataError("no run is there", where=str(run_dir), why=str(error)) from None
+    corpus = load_corpus(run_dir / "data")
+    if corpus.user is not None:
+        return None
+    return open_samples(corpus, job["data"]["seq_len"], job["run"]["seed"], job["data"]["document_masks"])
+
+
+def _ranges(event: SamplesRead) -> list[tuple[int, int]]:
+    edges = [int(edge) for edge in event.ranges]
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def _num_samples(event: SamplesRead) -> int:
+    return sum(beyond - first for first, beyond in _ranges(event))

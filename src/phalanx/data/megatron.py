@@ -1,0 +1,111 @@
+"""Megatron's `.bin` and `.idx` (MMapIndexedDataset, version 1), read where they lie. Torch-free.
+
+The `.bin` holds the tokens of all sequences, one after another. The `.idx`, little-endian:
+
+    magic "MMIDIDX" and two zero bytes | version uint64 | code of the type uint8
+    number of sequences S uint64 | number of document boundaries D uint64
+    lengths int32 [S], in tokens | pointers int64 [S], in bytes into the .bin | boundaries int64 [D], in sequences
+    modes int8 [S], only in datasets of several modalities
+
+Document d is the sequences from boundary d to boundary d + 1.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.core.errors import DataError
+from phalanx.data.tokens import Int64s, Tokens, Uint64s, hashed_numbers
+
+MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
+_OLD_MAGIC = b"TNTIDX\x00\x00"  # the formats before memory-mapping
+_HEAD = struct.Struct("<9sQBQQ")
+DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # the codes of integer types
+
+
+@dataclass(frozen=True)
+class MegatronFile:
+    """An open dataset: tokens memory-mapped, and the documents in them. Documents have numbers, no names."""
+
+    bin_path: Path
+    tokens: Tokens
+    ends: Uint64s
+    keys: Uint64s
+
+
+def megatron_paths(source: str) -> tuple[Path, Path] | None:
+    """The .bin and the .idx that `source` means: either of them, or what both begin with. None if it means neither."""
+    path = Path(os.path.expanduser(source))
+    prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+    pair = prefix.with_name(f"{prefix.name}.bin"), prefix.with_name(f"{prefix.name}.idx")
+    named = path.suffix in (".bin", ".idx") and os.path.isfile(path)
+    return pair if named or all(map(os.path.isfile, pair)) else None
+
+
+def open_megatron(bin_path: Path, idx_path: Path) -> MegatronFile:
+    """Map both files after checking that one describes the other. Raises DataError (exit 4)."""
+    try:
+        index = np.memmap(idx_path, np.uint8, "r") if idx_path.stat().st_size else np.zeros(0, np.uint8)
+        num_bytes = bin_path.stat().st_size
+    except OSError as error:
+        missing = error.filename or str(idx_path)
+        raise DataError("cannot be read", where=str(missing), why=error.strerror, fix="both files are needed") from None
+    dtype, lengths, pointers, boundaries = _read_index(index, idx_path)
+    itemsize = np.dtype(dtype).itemsize
+    ends = np.cumsum(lengths)
+    if not np.array_equal(pointers, (ends - lengths) * itemsize):
+        raise _wrong(idx_path, "its sequences do not follow one another in the .bin")
+    expected = int(ends[-1]) * itemsize
+    if num_bytes != expected:
+        raise _wrong(bin_path, f"it has {num_bytes} bytes, and its index describes {expected}")
+    if boundaries[0] != 0 or boundaries[-1] != len(lengths) or (np.diff(boundaries) < 0).any():
+        raise _wrong(idx_path, f"its documents do not cover its {len(lengths)} sequences in order")
+    document_ends = np.concatenate([np.zeros(1, np.int64), ends])[boundaries[1:]]
+    return MegatronFile(
+        bin_path=bin_path,
+        tokens=np.memmap(bin_path, dtype, "r", shape=(int(ends[-1]),)),
+        ends=document_ends.astype(np.uint64),
+        keys=hashed_numbers(np.arange(len(document_ends))),
+    )
+
+
+def _read_index(index: NDArray[np.uint8], path: Path) -> tuple[str, Int64s, Int64s, Int64s]:
+    """Type of the tokens, then lengths, pointers and boundaries."""
+    head = bytes(index[: _HEAD.size])
+    if head.startswith(_OLD_MAGIC):
+        fix = "write it again with the mmap implementation"
+        raise DataError("an index of Megatron's older format, which cannot be read", where=str(path), fix=fix)
+    if len(head) < _HEAD.size or not head.startswith(MAGIC):
+        raise _wrong(path, f"it begins with {head[:9]!r}, not with {MAGIC!r}")
+    _, version, code, num_sequences, num_boundaries = _HEAD.unpack(head)
+    if version != VERSION:
+        raise _wrong(path, f"it has version {version}, not {VERSION}")
+    if code not in DTYPES:
+        raise _wrong(path, f"type {code} is not one of token ids")
+    if num_sequences == 0 or num_boundaries < 2:
+        raise _wrong(path, "it describes no document")
+    columns = (("<i4", num_sequences), ("<i8", num_sequences), ("<i8", num_boundaries))
+    expected = _HEAD.size + sum(np.dtype(dtype).itemsize * count for dtype, count in columns)
+    if len(index) not in (expected, expected + num_sequences):
+        raise _wrong(path, f"it has {len(index)} bytes, and {num_sequences} sequences need {expected}")
+    found, at = [], _HEAD.size
+    for dtype, count in columns:
+        size = np.dtype(dtype).itemsize * count
+        found.append(np.frombuffer(index[at : at + size].tobytes(), dtype).astype(np.int64))
+        at += size
+    lengths, pointers, boundaries = found
+    if (lengths < 0).any() or not lengths.any():
+        raise _wrong(path, "its sequences hold no tokens")
+    if (boundaries < 0).any() or (boundaries > num_sequences).any():
+        raise _wrong(path, f"its documents do not cover its {num_sequences} sequences in order")
+    return DTYPES[code], lengths, pointers, boundaries
+
+
+def _wrong(path: Path, why: str) -> DataError:
+    return DataError("not a usable Megatron dataset", where=str(path), why=why)

@@ -1,0 +1,66 @@
+"""Which source a sample comes from: a pure function of (seed, global index), in exact proportions. Torch-free.
+
+A table of TABLE places says how the sources take turns, each spread as evenly as its share allows; it repeats. Runs of
+SHUFFLED places are permuted by a keyed permutation, so that turns have no rhythm. Any index is reached at once, and the
+memory is the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.core.digest import stable_hash64
+from phalanx.data.order import permute
+
+Int64s = NDArray[np.int64]
+
+TABLE = 1 << 16
+SHUFFLED = 64
+_SPREAD = 0x9E3779B97F4A7C15  # an odd number: distinct runs get distinct keys
+
+
+class Turn(NamedTuple):
+    """For each sample: the number of its source, and which sample of that source it is, counted from 0."""
+
+    source: Int64s
+    sample: Int64s
+
+
+class Mixture:
+    """Sources that take turns by weight.
+
+    Of any SHUFFLED samples from a multiple of SHUFFLED on, a source has its share to within the number of
+    sources, and of each TABLE samples exactly its quota; shares are rounded to 1/TABLE.
+    """
+
+    def __init__(self, weights: Sequence[float], seed: int) -> None:
+        self.quotas = quotas(weights)
+        turns = [(np.arange(quota) + 0.5) / quota for quota in self.quotas.tolist()]
+        numbers = np.repeat(np.arange(len(weights)), self.quotas)
+        by_time = np.argsort(np.concatenate(turns), kind="stable")
+        self._source = numbers[by_time]
+        self._rank = np.concatenate([np.arange(quota) for quota in self.quotas.tolist()])[by_time]
+        self._key = stable_hash64("mixture", seed)
+
+    def turns(self, indices: NDArray[np.integer]) -> Turn:
+        """Whose turn each global sample number is; both of the same shape as `indices`."""
+        flat = np.asarray(indices, np.int64).ravel()
+        runs, within = np.divmod(flat, SHUFFLED)
+        keys = (runs.astype(np.uint64) * np.uint64(_SPREAD)) ^ np.uint64(self._key)
+        tables, place = np.divmod(runs * SHUFFLED + permute(within, SHUFFLED, keys), TABLE)
+        source = self._source[place]
+        sample = self._rank[place] + tables * self.quotas[source]
+        return Turn(source.reshape(np.shape(indices)), sample.reshape(np.shape(indices)))
+
+
+def quotas(weights: Sequence[float]) -> Int64s:
+    """How many of TABLE samples each source has: its share, rounded so that the sum is exact (largest remainders)."""
+    shares = np.asarray(weights, np.float64) / sum(weights) * TABLE
+    whole = np.floor(shares).astype(np.int64)
+    by_remainder = np.argsort(whole - shares, kind="stable")
+    whole[by_remainder[: TABLE - int(whole.sum())]] += 1
+    return whole

@@ -1,0 +1,197 @@
+"""Building, or finding, what a job's [data] names, before the ranks start. Torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from phalanx.core.errors import DataError
+from phalanx.core.files import resource_error, write_json_atomic
+from phalanx.data.build import build_dataset
+from phalanx.data.corpus import MANIFEST, Component, Corpus, SplitFacts, load_corpus
+from phalanx.data.dataset import TokenizerFacts
+from phalanx.data.token_sources import Described, check_ids, describe, find_kind, open_arrays, outside
+from phalanx.data.tokenizer import load_tokenizer
+from phalanx.data.tokens import SPLITS, choose_split, split_tokens
+from phalanx.data.workers import probe_user_dataset
+from phalanx.job.own_dataset import is_own_dataset
+from phalanx.job.schema import Data
+
+
+def prepare_corpus(data: Data, out_dir: Path, *, vocab_size: int | None) -> Corpus:
+    """Build, or find, what `data` names, and write the fact sheet to `out_dir`; or take the one that is there.
+
+    `vocab_size` is the model's, None if it follows the data. On an error nothing new stays in `out_dir`.
+
+    Raises DataError (exit 4) for a source that is missing, unreadable, damaged, too short, that does not fit the
+    vocabulary or has changed since, and ResourceError (exit 7) if `out_dir` cannot be written.
+    """
+    if os.path.exists(out_dir / MANIFEST):
+        corpus = load_corpus(out_dir)
+        _check_same_request(corpus, data)
+        corpus.tokenizer()  # said now, not when the first text is asked for
+        _check_fits(corpus, data, vocab_size)
+        return corpus
+    with _nothing_left_on_error(out_dir):
+        corpus = _prepare(data, out_dir, vocab_size)
+        _check_fits(corpus, data, vocab_size)
+        try:
+            write_json_atomic(out_dir / MANIFEST, corpus.to_json())
+        except OSError as error:
+            raise resource_error(error, "writing what the data is", out_dir) from None
+    return corpus
+
+
+def _prepare(data: Data, out_dir: Path, vocab_size: int | None) -> Corpus:
+    wanted = _request(data)
+    if is_own_dataset(data.source) and not data.mixture:
+        return Corpus(out_dir, wanted, (), probe_user_dataset(data.source, data.args))
+    sources = [(part.source, part.weight) for part in data.mixture] or [(data.source, 1.0)]
+    components = tuple(
+        _prepare_component(source, weight, data, out_dir / f"source-{number}", vocab_size)
+        for number, (source, weight) in enumerate(sources)
+    )
+    _check_one_tokenizer(components)
+    return Corpus(out_dir, wanted, components)
+
+
+def _request(data: Data) -> dict[str, Any]:
+    """The keys of [data] that decide what is prepared and how it is split."""
+    keys = ("source", "args", "tokenizer", "column", "held_out_fraction")
+    return {name: getattr(data, name) for name in keys} | {"mixture": [vars(source) for source in data.mixture]}
+
+
+def _prepare_component(source: str, weight: float, data: Data, own_dir: Path, vocab_size: int | None) -> Component:
+    """`own_dir` is where text is built."""
+    described, path = _find(source, data, own_dir, vocab_size)
+    if data.document_masks and described.kind == "npy":
+        fix = "build shards from text, or use a Megatron dataset, which know theirs"
+        raise DataError("data.document_masks needs documents, and a .npy has none", where=source, fix=fix)
+    tokenizer, tokenizer_path, needed_size = described.tokenizer, "", described.vocab_size
+    if data.tokenizer != "bytes" and path != own_dir.name:
+        tokenizer, tokenizer_path, needed_size = _named_tokenizer(data.tokenizer, described, source)
+    opened = open_arrays(described.kind, described.path)
+    split_by = choose_split(opened.arrays, data.held_out_fraction, data.seq_len)
+    splits = split_tokens(opened.arrays, data.held_out_fraction, split_by)
+    return Component(
+        source=source,
+        weight=weight,
+        kind=described.kind,
+        path=path,
+        files=described.files,
+        tokenizer=tokenizer,
+        tokenizer_path=tokenizer_path,
+        vocab_size=needed_size,
+        end_of_document=described.end_of_document,
+        split_by=split_by,
+        splits={split: SplitFacts(splits[split].num_tokens, splits[split].num_documents) for split in SPLITS},
+        source_bytes=described.source_bytes,
+        num_skipped_files=described.num_skipped_files,
+    )
+
+
+def _find(source: str, data: Data, own_dir: Path, vocab_size: int | None) -> tuple[Described, str]:
+    """What a source holds, and the path that the fact sheet gives for it. Text is built first."""
+    if is_own_dataset(source):
+        fix = "a mixture takes text and token ids; mix them inside your dataset"
+        raise DataError("your own dataset cannot be a part of a mixture", where=source, fix=fix)
+    found = find_kind(source)
+    if found is not None:
+        return describe(*found), str(found[1])
+    _check_end_fits(data.tokenizer, vocab_size, source)
+    build_dataset([source], own_dir, tokenizer=data.tokenizer, column=data.column, keep_unfinished=False)
+    return describe("dataset", own_dir), own_dir.name
+
+
+def _check_end_fits(tokenizer: str, vocab_size: int | None, source: str) -> None:
+    """Every document ends with this token: without a row for it nothing needs to be built."""
+    end = load_tokenizer(tokenizer).end_of_document
+    if vocab_size is not None and end is not None and end >= vocab_size:
+        error = outside(end, vocab_size, f"data.source {source}")
+        raise DataError(error.what, where=error.where, why="it is the end of a document", fix=error.fix)
+
+
+def _named_tokenizer(name: str, described: Described, source: str) -> tuple[TokenizerFacts, str, int]:
+    """The tokenizer that the job gives for token ids, its path and its vocabulary. DataError if it does not fit."""
+    tokenizer, of_shards = load_tokenizer(name), described.tokenizer
+    if of_shards.kind == "none":
+        if described.vocab_size > tokenizer.vocab_size:
+            what = f"token {described.vocab_size - 1} does not fit data.tokenizer {name}"
+            raise DataError(what, where=source, why=f"its vocabulary has {tokenizer.vocab_size}")
+        path = str(Path(name).expanduser().resolve())
+        return TokenizerFacts(tokenizer.kind, tokenizer.digest), path, tokenizer.vocab_size
+    if tokenizer.digest != of_shards.digest:
+        why = f"its digest is {tokenizer.digest}, they were made with {of_shards.kind} {of_shards.digest}"
+        fix = "leave data.tokenizer out: shards know theirs"
+        raise DataError(f"data.tokenizer {name} is not the one of the shards", where=source, why=why, fix=fix)
+    return of_shards, "", described.vocab_size
+
+
+def _check_one_tokenizer(components: tuple[Component, ...]) -> None:
+    first = components[0]
+    for other in components[1:]:
+        if other.tokenizer != first.tokenizer:
+            theirs, ours = (f"{each.tokenizer.kind} {each.tokenizer.digest}".strip() for each in (other, first))
+            raise DataError(
+                "the sources of a mixture need one tokenizer",
+                where=other.source,
+                why=f"it has {theirs}, and {first.source} has {ours}",
+                fix="build both with the same tokenizer",
+            )
+
+
+def _check_same_request(corpus: Corpus, data: Data) -> None:
+    wanted = _request(data)
+    different = [key for key in wanted if wanted[key] != corpus.wanted.get(key)]
+    if different:
+        shown = ", ".join(f"data.{key} {corpus.wanted.get(key)!r}, the job wants {wanted[key]!r}" for key in different)
+        raise DataError(
+            "the run directory holds the data of another job",
+            where=str(corpus.directory),
+            why=f"it has {shown}",
+            fix="use another run.dir",
+        )
+
+
+def _check_fits(corpus: Corpus, data: Data, vocab_size: int | None) -> None:
+    """There is a sequence to train on, and every id has a row in the model."""
+    for component in corpus.components:
+        num_tokens = component.splits["train"].num_tokens
+        if num_tokens < data.seq_len + 1:
+            raise _too_short(component.source, num_tokens, data.seq_len)
+        opened, _ = corpus.open_component(component)
+        if vocab_size is not None and component.vocab_size > vocab_size:
+            check_ids(opened, vocab_size)
+
+
+def _too_short(source: str, num_tokens: int, seq_len: int) -> DataError:
+    longest = f"lower data.seq_len to at most {num_tokens - 1} or give" if num_tokens > 1 else "give"
+    return DataError(
+        f"not enough tokens for one sequence: {num_tokens} to train on, {seq_len + 1} needed",
+        where=f"data.source {source}",
+        why="a sequence is seq_len + 1 tokens: inputs and the targets one later",
+        fix=f"{longest} more data",
+    )
+
+
+@contextlib.contextmanager
+def _nothing_left_on_error(out_dir: Path) -> Iterator[None]:
+    """Create `out_dir`; if the block fails, what is new in it goes again."""
+    existed = out_dir.exists()
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise resource_error(error, "preparing the data", out_dir) from None
+    try:
+        yield
+    except BaseException:
+        for built in out_dir.glob("source-*"):
+            shutil.rmtree(built, ignore_errors=True)
+        if not existed:
+            with contextlib.suppress(OSError):
+                out_dir.rmdir()
+        raise

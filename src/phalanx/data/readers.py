@@ -1,0 +1,179 @@
+"""A part of a file becomes pieces of documents: text, JSONL (plain, gzip, zstd), Parquet, Arrow, Feather. Torch-free.
+
+A text file is one document, a row of the others is one. Memory does not grow with a file, except that a row is read
+whole, and a Parquet row group as far as pyarrow does.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from typing import BinaryIO, NamedTuple
+
+from phalanx.core.digest import stable_hash64
+from phalanx.core.errors import DataError
+from phalanx.core.units import MIB
+from phalanx.data.columns import Reading
+from phalanx.data.cuts import MAX_WHOLE_CHARS, PIECE_CHARS, Cutter, too_long
+from phalanx.data.rows_arrow import arrow_parts, arrow_rows, parquet_parts, parquet_rows
+from phalanx.data.rows_json import json_rows
+from phalanx.data.sources import SourceFile
+from phalanx.data.spans import Parts, Span, in_bytes, in_one
+from phalanx.data.tokenizer import without_surrogates
+
+BLOCK_BYTES = MIB
+_LEAST_BEHIND = 1024  # characters behind a place, to tell whether a text can be cut there
+
+
+class Piece(NamedTuple):
+    """Neighbouring text of one document: all of it if it both `begins` and `ends`. Bytes where bytes are the tokens."""
+
+    key: int
+    text: str | bytes
+    begins: bool
+    ends: bool
+    num_bytes: int  # of UTF-8
+    is_utf8: bool = True
+
+
+def document_key(name: str) -> int:
+    """Who a document is: a uniformly distributed number that does not depend on where files lie or shards begin."""
+    return stable_hash64("held_out", name)
+
+
+def row_keys(name: str) -> Callable[[int], int]:
+    """`stable_hash64("held_out", name, row)` as a function of the row, quicker for millions of them."""
+    of_file = hashlib.blake2b(f"held_out\x1f{name}\x1f".encode(), digest_size=8)
+
+    def key_of(row: int) -> int:
+        of_row = of_file.copy()
+        of_row.update(str(row).encode())
+        return int.from_bytes(of_row.digest(), "little")
+
+    return key_of
+
+
+def parts_of(file: SourceFile, column: str, step_bytes: int, can_cut_text: bool) -> Parts:
+    """How a file can be divided. Raises DataError for a Parquet or Arrow file without a `column` of text."""
+    if file.format == "jsonl" or (file.format == "text" and can_cut_text):
+        return in_bytes(file, step_bytes)
+    if file.format == "parquet":
+        return parquet_parts(file, column)
+    if file.format == "arrow":
+        return arrow_parts(file, column)
+    return in_one(file)
+
+
+def read_pieces(span: Span, column: str, cutter: Cutter, wants_bytes: bool, reading: Reading) -> Iterator[Piece]:
+    """The documents of a span in order. Raises DataError (exit 4) naming the file and the line or row."""
+    before = reading.read
+    try:
+        if span.format == "text":
+            yield from _read_text(span, cutter, wants_bytes, reading)
+        else:
+            read_rows = {"parquet": parquet_rows, "arrow": arrow_rows}.get(span.format, json_rows)
+            key_of = row_keys(span.name)
+            for row, text in read_rows(span, column, reading):
+                if text.isascii() and len(text) <= 2 * PIECE_CHARS:  # most of them: no detour
+                    yield Piece(key_of(row), text.encode() if wants_bytes else text, True, True, len(text))
+                else:
+                    yield from _row_pieces(key_of(row), text, f"{span.path}: row {row}", cutter, wants_bytes)
+        _check_unchanged(span)
+    except OSError as error:
+        if isinstance(error, gzip.BadGzipFile):
+            raise DataError("not a gzip file, or a damaged one", where=span.path, why=str(error)) from None
+        raise DataError("cannot be read", where=span.path, why=error.strerror or str(error)) from None
+    except (EOFError, zlib.error) as error:
+        raise DataError("the compressed file is damaged", where=span.path, why=str(error)) from None
+    reading.read = before + span.weight
+
+
+def _check_unchanged(span: Span) -> None:
+    status = os.stat(span.path)
+    if (status.st_size, status.st_mtime_ns) != (span.file_bytes, span.modified_ns):
+        raise DataError(
+            "the file changed while it was being read",
+            where=span.path,
+            why=f"{status.st_size} bytes, {span.file_bytes} when the build began",
+            fix="run it again",
+        )
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def _read_text(span: Span, cutter: Cutter, wants_bytes: bool, reading: Reading) -> Iterator[Piece]:
+    key = document_key(span.name)
+    with open(span.path, "rb") as file:
+        begin = cutter.cut_in_file(file, span.begin, span.file_bytes)
+        end = cutter.cut_in_file(file, span.end, span.file_bytes)
+        if begin == end and span.file_bytes:
+            return  # all of it went to the spans around
+        file.seek(begin)
+        is_last = end == span.file_bytes
+        blocks = _blocks(file, end - begin) if wants_bytes else _cut_blocks(file, end - begin, span, cutter)
+        begins = True
+        for block in blocks:
+            text, is_utf8 = (block, True) if wants_bytes else _decoded(block)
+            yield Piece(key, text, begins, False, len(block), is_utf8)
+            reading.read += len(block)
+            begins = False
+        if is_last:
+            yield Piece(key, b"" if wants_bytes else "", begins, True, 0)
+
+
+def _blocks(file: BinaryIO, num_bytes: int) -> Iterator[bytes]:
+    while num_bytes and (block := file.read(min(BLOCK_BYTES, num_bytes))):
+        num_bytes -= len(block)
+        yield block
+
+
+def _cut_blocks(file: BinaryIO, num_bytes: int, span: Span, cutter: Cutter) -> Iterator[bytes]:
+    """Blocks of about PIECE_CHARS that end where the tokenizer allows it; larger ones where it does not."""
+    held, searched = b"", 0
+    for block in _blocks(file, num_bytes):
+        held += block
+        if len(held) > 2 * PIECE_CHARS and cutter.can_cut:
+            text = held.decode("utf-8", "surrogateescape")
+            begin = 0
+            while (cut := cutter.first_cut(text, max(begin + PIECE_CHARS, searched))) is not None:
+                if len(text) - cut < _LEAST_BEHIND:
+                    break
+                yield text[begin:cut].encode("utf-8", "surrogateescape")
+                begin = cut
+            searched = (cut or max(begin, len(text) - _LEAST_BEHIND)) - begin  # nobody looks at a place twice
+            held = text[begin:].encode("utf-8", "surrogateescape")
+        if len(held) > MAX_WHOLE_CHARS:
+            raise too_long(len(held), span.path)
+    if held:
+        yield held
+
+
+def _decoded(block: bytes) -> tuple[str, bool]:
+    try:
+        return block.decode("utf-8"), True
+    except UnicodeDecodeError:
+        return block.decode("utf-8", "replace"), False
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def _row_pieces(key: int, text: str, where: str, cutter: Cutter, wants_bytes: bool) -> Iterator[Piece]:
+    is_utf8 = True
+    try:
+        encoded = text.encode()
+    except UnicodeEncodeError:
+        text, is_utf8 = without_surrogates(text), False
+        encoded = text.encode()
+    if wants_bytes or len(text) <= 2 * PIECE_CHARS:
+        yield Piece(key, encoded if wants_bytes else text, True, True, len(encoded), is_utf8)
+        return
+    begins = True
+    for part in cutter.pieces(text, where):
+        yield Piece(key, part, begins, False, len(part.encode()), is_utf8)
+        begins = False
+    yield Piece(key, "", False, True, 0)

@@ -1,0 +1,164 @@
+"""Rows of Parquet, Arrow and Feather: a column of text, read in batches by pyarrow. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import accumulate, pairwise
+from typing import Any, cast
+
+from phalanx.core.errors import DataError
+from phalanx.core.registry import require
+from phalanx.core.units import MIB
+from phalanx.data.columns import MOST_NAMES, Reading, no_column
+from phalanx.data.sources import SourceFile
+from phalanx.data.spans import Parts, Span, in_one
+
+_ROWS_PER_BATCH, _BATCH_BYTES = 1024, 4 * MIB
+
+
+def parquet_parts(file: SourceFile, column: str) -> Parts:
+    """Row groups. Raises DataError for a file without a `column` of text."""
+    with _opened(file.path, _open_parquet) as parquet:
+        _check_column(parquet.schema_arrow, column, file.path)
+        return _weighted(file, [parquet.metadata.row_group(i).total_byte_size for i in range(parquet.num_row_groups)])
+
+
+def arrow_parts(file: SourceFile, column: str) -> Parts:
+    """Record batches; a stream has no index of them and stays whole. Raises DataError like `parquet_parts`."""
+    arrow = _arrow(file.path)
+    with _opened(file.path, _open_arrow) as table:
+        _check_column(table.schema, column, file.path)
+        if isinstance(table, arrow.ipc.RecordBatchFileReader):
+            return _weighted(file, [1] * table.num_record_batches)
+    return in_one(file)
+
+
+def _weighted(file: SourceFile, sizes: list[int]) -> Parts:
+    """Parts that share the bytes of the file in proportion to `sizes`."""
+    if not sizes:
+        return Parts(file, (0, 0), (file.num_bytes,))
+    total = max(1, sum(sizes))
+    edges = [file.num_bytes * so_far // total for so_far in accumulate(sizes, initial=0)]
+    edges[-1] = file.num_bytes
+    return Parts(file, tuple(range(len(sizes) + 1)), tuple(b - a for a, b in pairwise(edges)))
+
+
+def _arrow(path: str) -> Any:
+    require("pyarrow", extra="data", needed_for=f"reading {path}")
+    import pyarrow
+    import pyarrow.ipc
+    import pyarrow.parquet
+
+    return pyarrow
+
+
+def _opened(path: str, opener: Callable[[str], Any]) -> Any:
+    arrow = _arrow(path)
+    try:
+        return opener(path)
+    except (arrow.ArrowException, OSError) as error:
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(f"not a readable {_flavour(path)} file", where=path, why=first) from None
+
+
+def _flavour(path: str) -> str:
+    return "Parquet" if path.lower().endswith(".parquet") else "Arrow"
+
+
+def _open_parquet(path: str) -> Any:
+    return _arrow(path).parquet.ParquetFile(path, pre_buffer=False)  # or it reads all of a row group ahead
+
+
+def _open_arrow(path: str) -> Any:
+    """Both formats: the one with an index at its end (.feather) and the stream (what Hugging Face datasets write)."""
+    arrow = _arrow(path)
+    with open(path, "rb") as file:
+        magic = file.read(6)
+    if magic.startswith(b"FEA1"):
+        raise DataError("Feather version 1 is not read", where=path, fix="write it again with pyarrow.feather (V2)")
+    memory = arrow.memory_map(path)
+    return arrow.ipc.open_file(memory) if magic == b"ARROW1" else arrow.ipc.open_stream(memory)
+
+
+def _check_column(schema: Any, column: str, path: str) -> None:
+    arrow = _arrow(path)
+    if column not in schema.names:
+        raise no_column(column, list(schema.names), path, "column", "its columns are")
+    kind = schema.field(column).type
+    if arrow.types.is_dictionary(kind):
+        kind = kind.value_type
+    is_text = arrow.types.is_string(kind) or arrow.types.is_large_string(kind) or arrow.types.is_string_view(kind)
+    if not is_text and not arrow.types.is_null(kind):
+        texts = [field.name for field in schema if arrow.types.is_string(field.type)]
+        raise DataError(
+            f"the column {column!r} holds {schema.field(column).type}, not text",
+            where=path,
+            why=f"columns of text: {', '.join(texts[:MOST_NAMES]) or 'none'}",
+            fix="choose with --column, or data.column in a job; all files need the same",
+        )
+
+
+def parquet_rows(span: Span, column: str, reading: Reading) -> Iterator[tuple[int, str]]:
+    """(number of the row in its file, its text)."""
+    with _opened(span.path, _open_parquet) as parquet:
+        sizes = [parquet.metadata.row_group(i).num_rows for i in range(span.end)]
+        batches = _parquet_batches(parquet, column, span, sum(sizes[: span.begin]))
+        yield from _column_rows(batches, column, span, sum(sizes[span.begin :]), reading)
+
+
+def _parquet_batches(parquet: Any, column: str, span: Span, first: int) -> Iterator[tuple[int, Any]]:
+    """One row group after another: pyarrow holds the pages of all that it is asked for at once."""
+    for number in range(span.begin, span.end):
+        group = parquet.metadata.row_group(number)
+        num_rows = max(1, min(_ROWS_PER_BATCH, _BATCH_BYTES * group.num_rows // max(1, group.total_byte_size)))
+        for batch in parquet.iter_batches(num_rows, row_groups=[number], columns=[column], use_threads=False):
+            yield first, batch
+            first += batch.num_rows
+
+
+def arrow_rows(span: Span, column: str, reading: Reading) -> Iterator[tuple[int, str]]:
+    """(number of the record batch times 2**32, plus that of the row in it; its text)."""
+    arrow = _arrow(span.path)
+    with _opened(span.path, _open_arrow) as table:
+        if isinstance(table, arrow.ipc.RecordBatchFileReader):
+            batches = ((i << 32, table.get_batch(i)) for i in range(span.begin, span.end))
+        else:
+            batches = ((i << 32, batch) for i, batch in enumerate(table))
+        yield from _column_rows(batches, column, span, None, reading)
+
+
+def _column_rows(
+    batches: Iterator[tuple[int, Any]], column: str, span: Span, num_rows: int | None, reading: Reading
+) -> Iterator[tuple[int, str]]:
+    arrow = _arrow(span.path)
+    before, num_read, row = reading.read, 0, 0
+    try:
+        for first, batch in batches:
+            values = batch.column(batch.schema.get_field_index(column))
+            step = max(1, min(_ROWS_PER_BATCH, _BATCH_BYTES * len(values) // max(1, values.nbytes)))
+            row = first
+            for start in range(0, len(values), step):
+                for text in _texts(values.slice(start, step)):
+                    if text is None:
+                        reading.num_null_rows += 1
+                    else:
+                        yield row, text
+                    row += 1
+                num_read += step
+                if num_rows:
+                    reading.read = before + span.weight * min(1.0, num_read / num_rows)
+    except arrow.ArrowException as error:
+        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        where = f"{span.path}: after row {row}"
+        raise DataError(f"the {_flavour(span.path)} file is damaged", where=where, why=first_line) from None
+
+
+def _texts(values: Any) -> list[str | None]:
+    try:
+        return cast("list[str | None]", values.to_pylist())
+    except UnicodeDecodeError:
+        import pyarrow as arrow
+
+        binary = values.cast(values.type.value_type) if arrow.types.is_dictionary(values.type) else values
+        raw = binary.cast(arrow.large_binary()).to_pylist()
+        return [None if value is None else value.decode("utf-8", "surrogateescape") for value in raw]

@@ -1,0 +1,93 @@
+"""Rows of JSONL, plain or compressed by gzip or zstd: one JSON object per line. Torch-free."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from collections.abc import Callable, Iterator
+from typing import BinaryIO, cast
+
+from phalanx.core.errors import DataError
+from phalanx.core.registry import require
+from phalanx.core.units import MIB, format_bytes
+from phalanx.data.columns import Reading, no_column
+from phalanx.data.spans import Span
+
+MAX_ROW_BYTES = 1024 * MIB
+_BLOCK_BYTES = MIB
+
+
+def json_rows(span: Span, column: str, reading: Reading) -> Iterator[tuple[int, str]]:
+    """(byte offset of the line, in what was decompressed; its text)."""
+    with open(span.path, "rb") as raw:
+        file = _decompressed(raw, span)
+        is_plain = span.format == "jsonl"
+        offset = _to_next_line(file, span.begin) if is_plain else 0
+        before = reading.read
+        while not is_plain or offset < span.end:
+            line = file.readline(MAX_ROW_BYTES)
+            if not line:
+                return
+            if len(line) == MAX_ROW_BYTES:
+                raise DataError(f"a line of {format_bytes(len(line))}", where=span.path, why="rows are one line each")
+            text = _text_of(line, column, lambda: _where(span, offset))  # noqa: B023
+            if text is not None:
+                yield offset, text
+            elif not line.isspace():
+                reading.num_null_rows += 1
+            offset += len(line)
+            reading.read = before + (offset - span.begin if is_plain else raw.tell())
+
+
+def _decompressed(raw: BinaryIO, span: Span) -> BinaryIO:
+    if span.format == "jsonl.gz":
+        return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
+    if span.format == "jsonl.zst":
+        arrow = require("pyarrow", extra="data", needed_for=f"reading {span.path}")
+        return cast(BinaryIO, io.BufferedReader(arrow.CompressedInputStream(raw, "zstd")))
+    return raw
+
+
+def _to_next_line(file: BinaryIO, begin: int) -> int:
+    """Where the first line at or after `begin` begins; the file stands there."""
+    if begin == 0:
+        return 0
+    file.seek(begin - 1)
+    return begin - 1 + len(file.readline())
+
+
+def _text_of(line: bytes, column: str, where: Callable[[], str]) -> str | None:
+    """The field of a row; None if it is null, or the line is blank."""
+    if line.isspace():
+        return None
+    try:
+        row = json.loads(line.decode("utf-8", "surrogateescape"))
+    except (ValueError, RecursionError) as error:
+        raise DataError("not JSON", where=where(), why=str(error), fix="one JSON object per line") from None
+    if not isinstance(row, dict):
+        raise DataError(f"the row is {_kind(row)}, not an object", where=where(), fix="one JSON object per line")
+    if column not in row:
+        raise no_column(column, list(row), where(), "field", "it has")
+    text = row[column]
+    if text is not None and not isinstance(text, str):
+        raise DataError(f"the field {column!r} is {_kind(text)}, not a string", where=where())
+    return text
+
+
+def _where(span: Span, offset: int) -> str:
+    """file:line, counted only when something is wrong."""
+    with open(span.path, "rb") as raw:
+        file = _decompressed(raw, span)
+        line = 1
+        while offset > 0 and (block := file.read(min(offset, _BLOCK_BYTES))):
+            line += block.count(b"\n")
+            offset -= len(block)
+    return f"{span.path}:{line}"
+
+
+def _kind(value: object) -> str:
+    if value is None:
+        return "null"
+    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", int: "an integer"}
+    return names.get(type(value), "a number")

@@ -1,0 +1,121 @@
+"""Samples by global number: a pure function of (seed, index), the same in a rank and in a loader worker. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.core.batch import IGNORE_INDEX
+from phalanx.core.digest import stable_hash64
+from phalanx.data.corpus import Corpus, load_corpus
+from phalanx.data.mixture import Mixture
+from phalanx.data.order import SampleOrder
+from phalanx.data.tokens import Int64s, TokenSequence
+from phalanx.data.user_dataset import UserSamples, open_user_dataset
+
+Arrays = dict[str, NDArray[Any]]
+
+
+class Samples(Protocol):
+    """A source of samples. Memory-mapped, and any index is reached at once."""
+
+    def take(self, indices: NDArray[np.int64]) -> Arrays:
+        """The samples of these global numbers, each entry [n, ...] in their order."""
+        ...
+
+
+@dataclass(frozen=True)
+class SampleSpec:
+    """All that is needed to open a run's training samples in another process; JSON in and out."""
+
+    directory: str
+    seq_len: int
+    seed: int
+    document_masks: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def open(self) -> Samples:
+        """Raises DataError if the corpus is missing, damaged or another one by now."""
+        return open_samples(load_corpus(Path(self.directory)), self.seq_len, self.seed, self.document_masks)
+
+
+def open_samples(corpus: Corpus, seq_len: int, seed: int, document_masks: bool = False) -> Samples:
+    """The training samples of a corpus."""
+    if corpus.user is not None:
+        dataset = open_user_dataset(corpus.user.source, corpus.user.args, "train")
+        return UserSamples(dataset, corpus.user.source, seed)
+    several = len(corpus.components) > 1
+    sources = [
+        TokenSamples(
+            sequence,
+            SampleOrder(sequence.num_tokens, seq_len, stable_hash64("source", seed, number) if several else seed),
+            Windows(seq_len, document_masks, ends_are_marked=component.end_of_document is not None),
+        )
+        for number, (component, sequence) in enumerate(zip(corpus.components, corpus.sequences("train"), strict=True))
+    ]
+    return MixedSamples(sources, Mixture(corpus.weights, seed)) if several else sources[0]
+
+
+@dataclass(frozen=True)
+class Windows:
+    """How a run of seq_len + 1 tokens becomes a sample.
+
+    With document masks, `document_ids` count the documents of a sample from 0 and `positions` restart with each. Where
+    no token marks the end of a document, its last token has no target: what follows is another document.
+    """
+
+    seq_len: int
+    document_masks: bool = False
+    ends_are_marked: bool = True
+
+    def cut(self, sequence: TokenSequence, starts: Int64s) -> Arrays:
+        """`starts` [n]; every entry is int64 [n, seq_len]."""
+        tokens = sequence.gather(starts, self.seq_len + 1)
+        arrays = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+        if not self.document_masks:
+            return arrays | {"positions": np.tile(np.arange(self.seq_len), (starts.size, 1))}
+        documents = sequence.document_ids(starts, self.seq_len + 1)
+        if not self.ends_are_marked:
+            arrays["targets"] = np.where(documents[:, 1:] == documents[:, :-1], arrays["targets"], IGNORE_INDEX)
+        return arrays | self.places(documents[:, :-1])
+
+    def places(self, documents: Int64s) -> Arrays:
+        """Positions that restart with each document, and the documents counted from 0 in each sample."""
+        at = np.broadcast_to(np.arange(documents.shape[1]), documents.shape)
+        begins = np.diff(documents, axis=1, prepend=documents[:, :1]) > 0
+        positions = at - np.maximum.accumulate(np.where(begins, at, 0), axis=1)
+        return {"positions": positions, "document_ids": np.cumsum(begins, axis=1)}
+
+
+class TokenSamples:
+    """Windows of one sequence, in its order."""
+
+    def __init__(self, sequence: TokenSequence, order: SampleOrder, windows: Windows) -> None:
+        self._sequence, self._order, self._windows = sequence, order, windows
+
+    def take(self, indices: NDArray[np.int64]) -> Arrays:
+        return self._windows.cut(self._sequence, self._order.starts(np.asarray(indices).ravel()))
+
+
+class MixedSamples:
+    """Samples of several sources that take turns."""
+
+    def __init__(self, sources: list[TokenSamples], mixture: Mixture) -> None:
+        self._sources, self._mixture = sources, mixture
+
+    def take(self, indices: NDArray[np.int64]) -> Arrays:
+        source_of, sample_of = self._mixture.turns(np.asarray(indices).ravel())
+        taken: Arrays = {}
+        for number, source in enumerate(self._sources):
+            mine = np.flatnonzero(source_of == number)
+            if mine.size:
+                for name, part in source.take(sample_of[mine]).items():
+                    whole = taken.setdefault(name, np.empty((source_of.size, *part.shape[1:]), part.dtype))
+                    whole[mine] = part
+        return taken

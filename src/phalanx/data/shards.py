@@ -1,0 +1,409 @@
+"""One file of tokens with its documents' boundaries and checksums: whole or absent, memory-mapped. Torch-free.
+
+Byte layout, all numbers little-endian:
+
+    0      magic "PHXSHARD" | version uint32 | length of the JSON uint32 | XXH3-64 of the JSON uint64 | JSON
+    4096   tokens   uint16 or uint32 [num_tokens], then zeros up to a multiple of 8 bytes
+           ends     uint64 [num_documents]: where each document ends, in tokens; the last is num_tokens
+           keys     uint64 [num_documents]: who each document is, whatever shard it is in
+           sums     uint64: XXH3-64 of every 64 KiB of what lies between byte 4096 and here
+
+The JSON holds the counts and the checksum of `sums`, so that its own checksum stands for the whole file.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+import struct
+import sys
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from phalanx.core.digest import canonical_json
+from phalanx.core.errors import DataError
+from phalanx.core.files import fsync_directory
+
+MAGIC, VERSION = b"PHXSHARD", 1
+PAYLOAD_AT = 4096
+CHUNK_BYTES = 2**16
+DTYPES = ("<u2", "<u4")
+
+_HEAD = struct.Struct("<8sIIQ")
+_WORD = 8
+_READ_BYTES = 64 * CHUNK_BYTES
+
+Progress = Callable[[int], None]  # bytes just read
+
+
+@dataclass(frozen=True)
+class ShardFacts:
+    """What a dataset says of a shard. `xxh3` is the checksum of its header, and so of everything in it."""
+
+    file: str
+    num_tokens: int
+    num_documents: int
+    max_token_id: int
+    num_bytes: int
+    xxh3: str
+    continues: bool = False  # its first document began in the shard before
+
+
+@dataclass(frozen=True)
+class Shard:
+    """An open shard. The arrays are memory-mapped and read-only."""
+
+    path: Path
+    facts: ShardFacts
+    vocab_size: int
+    dtype: str
+    tokenizer_digest: str
+    tokens: NDArray[np.integer]  # [num_tokens]
+    ends: NDArray[np.uint64]  # [num_documents]
+    keys: NDArray[np.uint64]  # [num_documents]
+
+
+def dtype_for(vocab_size: int) -> str:
+    """The smallest type that holds every id of a vocabulary."""
+    return "<u2" if vocab_size <= 2**16 else "<u4"
+
+
+@dataclass(frozen=True)
+class _Sections:
+    """Where things lie in a shard, in bytes from its beginning."""
+
+    ends_at: int
+    keys_at: int
+    sums_at: int
+    num_sums: int
+
+    @classmethod
+    def of(cls, num_tokens: int, num_documents: int, dtype: str) -> _Sections:
+        token_bytes = num_tokens * np.dtype(dtype).itemsize
+        ends_at = PAYLOAD_AT + -(-token_bytes // _WORD) * _WORD
+        keys_at = ends_at + num_documents * _WORD
+        sums_at = keys_at + num_documents * _WORD
+        return cls(ends_at, keys_at, sums_at, -(-(sums_at - PAYLOAD_AT) // CHUNK_BYTES))
+
+    @property
+    def num_bytes(self) -> int:
+        return self.sums_at + self.num_sums * _WORD
+
+
+class _Sums:
+    """XXH3-64 of each CHUNK_BYTES of a stream."""
+
+    def __init__(self) -> None:
+        self._hash, self._left = xxhash.xxh3_64(), CHUNK_BYTES
+        self._done = array("Q")
+
+    def update(self, data: memoryview) -> None:
+        while len(data):
+            part, data = data[: self._left], data[self._left :]
+            self._hash.update(part)
+            self._left -= len(part)
+            if self._left == 0:
+                self._finish()
+
+    def _finish(self) -> None:
+        self._done.append(self._hash.intdigest())
+        self._hash, self._left = xxhash.xxh3_64(), CHUNK_BYTES
+
+    def close(self) -> bytes:
+        if self._left < CHUNK_BYTES:
+            self._finish()
+        return np.array(self._done, "<u8").tobytes()
+
+
+class ShardWriter:
+    """Writes a shard beside `path` as a stream; `commit` gives it its name. Leaving without a commit removes it.
+
+    Raises OSError, and DataError for an id that the vocabulary does not have. A document without tokens is none.
+    """
+
+    def __init__(
+        self, path: Path, dtype: str, vocab_size: int, tokenizer_digest: str, *, continues: bool = False
+    ) -> None:
+        assert dtype in DTYPES, dtype
+        self._path, self._dtype, self._vocab_size = path, np.dtype(dtype), vocab_size
+        self._tokenizer_digest, self._continues = tokenizer_digest, continues
+        self._partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        self._file: BinaryIO | None = None
+        self._sums = _Sums()
+        self._ends, self._keys = array("Q"), array("Q")
+        self._num_tokens, self._max_token_id = 0, -1
+        self._key: int | None = None  # of a document that has no token yet
+
+    def __enter__(self) -> ShardWriter:
+        self._file = open(self._partial, "wb", buffering=1 << 20)
+        self._file.write(b"\0" * PAYLOAD_AT)
+        return self
+
+    def begin_document(self, key: int) -> None:
+        """What is written from here on belongs to the document `key` (a uint64)."""
+        self._key = key
+
+    def write(self, tokens: NDArray[np.integer]) -> None:
+        """Append a part, of any size, of the current document."""
+        self.write_documents(tokens, np.zeros(0, np.int64), [])
+
+    def write_documents(self, tokens: NDArray[np.integer], starts: NDArray[np.int64], keys: list[int]) -> None:
+        """Append many documents at once: document `keys[i]` begins at tokens[starts[i]]; none of them is empty.
+
+        What stands before the first start belongs to the document that is being written.
+        """
+        assert self._file is not None
+        if tokens.size == 0:
+            return
+        self._check(tokens)
+        if self._key is not None and (starts.size == 0 or starts[0] > 0):
+            starts, keys = np.concatenate([np.zeros(1, np.int64), starts]), [self._key, *keys]
+        self._key = None
+        assert self._keys or (starts.size and starts[0] == 0), "no document was begun"
+        if starts.size:
+            begin = starts.astype(np.uint64) + np.uint64(self._num_tokens)
+            # The end of a document is known where the next begins; the very first has none before it.
+            self._ends.frombytes((begin if self._keys else begin[1:]).astype("=u8").tobytes())
+            self._keys.extend(keys)
+        self._append(np.ascontiguousarray(tokens, self._dtype).data.cast("B"))
+        self._num_tokens += tokens.size
+
+    def _check(self, tokens: NDArray[np.integer]) -> None:
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= self._vocab_size:
+            wrong = low if low < 0 else high
+            raise DataError(f"token {wrong} does not fit a vocabulary of {self._vocab_size}", where=str(self._path))
+        self._max_token_id = max(self._max_token_id, high)
+
+    def _append(self, data: memoryview) -> None:
+        assert self._file is not None
+        self._file.write(data)
+        self._sums.update(data)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self._dtype
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_tokens
+
+    def commit(self) -> ShardFacts:
+        """Make the bytes durable and give the file its name. It must hold a token."""
+        assert self._file is not None
+        assert self._num_tokens, "an empty shard is never written"
+        self._ends.append(self._num_tokens)
+        padding = -(self._num_tokens * self._dtype.itemsize) % _WORD
+        self._append(memoryview(b"\0" * padding))
+        for column in (self._ends, self._keys):
+            self._append(np.array(column, "<u8").data.cast("B"))
+        sums = self._sums.close()
+        self._file.write(sums)
+        num_bytes = self._file.tell()
+        head = _header(self._facts(sums))
+        self._file.seek(0)
+        self._file.write(head)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        os.replace(self._partial, self._path)
+        fsync_directory(self._path.parent)
+        return ShardFacts(
+            file=self._path.name,
+            num_tokens=self._num_tokens,
+            num_documents=len(self._keys),
+            max_token_id=self._max_token_id,
+            num_bytes=num_bytes,
+            xxh3=f"{_HEAD.unpack_from(head)[3]:016x}",
+            continues=self._continues,
+        )
+
+    def _facts(self, sums: bytes) -> dict[str, Any]:
+        return {
+            "dtype": self._dtype.str,
+            "num_tokens": self._num_tokens,
+            "num_documents": len(self._keys),
+            "max_token_id": self._max_token_id,
+            "vocab_size": self._vocab_size,
+            "tokenizer_digest": self._tokenizer_digest,
+            "continues": self._continues,
+            "chunk_bytes": CHUNK_BYTES,
+            "sums_xxh3": xxhash.xxh3_64_hexdigest(sums),
+        }
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._file is not None
+        try:
+            self._file.close()
+        except OSError:  # what could not be flushed goes with the file
+            if kind is None:
+                raise
+        finally:
+            self._partial.unlink(missing_ok=True)
+
+
+def _header(facts: dict[str, Any]) -> bytes:
+    text = canonical_json(facts).encode()
+    head = _HEAD.pack(MAGIC, VERSION, len(text), xxhash.xxh3_64_intdigest(text)) + text
+    assert len(head) <= PAYLOAD_AT
+    return head.ljust(PAYLOAD_AT, b"\0")
+
+
+def open_shard(path: Path) -> Shard:
+    """Map a shard after looking at its header and size. Raises DataError (exit 4) that names what is wrong."""
+    try:
+        with open(path, "rb") as file:
+            facts, xxh3 = _read_header(path, file.read(PAYLOAD_AT))
+            num_bytes = os.fstat(file.fileno()).st_size
+            mapped = _mapped(file)
+    except FileNotFoundError:
+        raise DataError("the shard is missing", where=str(path), fix="build the dataset again") from None
+    except OSError as error:
+        fix = "raise ulimit -n, or build larger shards" if error.errno == errno.EMFILE else None
+        why = error.strerror or str(error)
+        raise DataError("the shard cannot be read", where=str(path), why=why, fix=fix) from None
+    num_tokens, num_documents, dtype = facts["num_tokens"], facts["num_documents"], facts["dtype"]
+    sections = _Sections.of(num_tokens, num_documents, dtype)
+    if num_bytes != sections.num_bytes:
+        what = "the shard is cut off" if num_bytes < sections.num_bytes else "the shard has bytes after its end"
+        raise _damaged(path, what, f"{num_bytes} bytes instead of {sections.num_bytes}")
+    ends = np.frombuffer(mapped, "<u8", num_documents, sections.ends_at)
+    if int(ends[-1]) != num_tokens:
+        why = f"the last document ends at token {int(ends[-1])} of {num_tokens}"
+        raise _damaged(path, "the shard's documents do not add up", why)
+    return Shard(
+        path=path,
+        facts=ShardFacts(
+            path.name, num_tokens, num_documents, facts["max_token_id"], num_bytes, xxh3, facts["continues"]
+        ),
+        vocab_size=facts["vocab_size"],
+        dtype=dtype,
+        tokenizer_digest=facts["tokenizer_digest"],
+        tokens=np.frombuffer(mapped, dtype, num_tokens, PAYLOAD_AT),
+        ends=ends,
+        keys=np.frombuffer(mapped, "<u8", num_documents, sections.keys_at),
+    )
+
+
+def _mapped(file: BinaryIO) -> mmap.mmap:
+    """All of a file, read-only. Python keeps a file descriptor for each map (from 3.13 on it can do without)."""
+    untracked: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **untracked)
+
+
+def _damaged(path: Path, what: str, why: str) -> DataError:
+    return DataError(what, where=str(path), why=why, fix="build the dataset again, or copy the shard again")
+
+
+def _read_header(path: Path, head: bytes) -> tuple[dict[str, Any], str]:
+    """The header's facts and checksum. DataError unless they can be relied upon."""
+    if not head:
+        raise _damaged(path, "the shard is empty", "it has 0 bytes")
+    if len(head) < PAYLOAD_AT and head.startswith(MAGIC):
+        raise _damaged(path, "the shard is cut off", f"its header has {len(head)} bytes instead of {PAYLOAD_AT}")
+    if not head.startswith(MAGIC):
+        raise _damaged(path, "not a token shard", f"it begins with {head[:8]!r}")
+    _, version, length, xxh3 = _HEAD.unpack_from(head)
+    text = head[_HEAD.size : _HEAD.size + length]
+    if version != VERSION:
+        raise DataError(f"format {version} is not {VERSION}", where=str(path), fix="use the release that wrote it")
+    if xxhash.xxh3_64_intdigest(text) != xxh3 or head[_HEAD.size + len(text) :].strip(b"\0"):
+        raise _damaged(path, "the shard's header is not what was written", f"bytes 0 to {PAYLOAD_AT}: checksum differs")
+    facts = json.loads(text)
+    if facts["dtype"] not in DTYPES or facts["chunk_bytes"] != CHUNK_BYTES:
+        raise DataError("written by another release", where=str(path), fix="use the release that wrote it")
+    if not facts["num_tokens"] or not facts["num_documents"]:
+        raise _damaged(path, "the shard is empty", "it has no tokens")
+    if facts["max_token_id"] >= facts["vocab_size"]:
+        why = f"the vocabulary has {facts['vocab_size']}"
+        raise _damaged(path, f"the shard holds token {facts['max_token_id']}", why)
+    return facts, f"{xxh3:016x}"
+
+
+def verify_shard(path: Path, progress: Progress | None = None) -> list[DataError]:
+    """Read all of a shard and compare it with its checksums. A flipped bit is named by the 64 KiB it is in."""
+    try:
+        shard = open_shard(path)
+    except DataError as error:
+        return [error]
+    sections = _Sections.of(shard.facts.num_tokens, shard.facts.num_documents, shard.dtype)
+    try:
+        ranges = _joined(_differing_chunks(shard, sections, progress))
+        damaged = [_flipped(shard, sections, begin, end) for begin, end in ranges]
+    except _BadSumsError:
+        return [_damaged(path, "the shard's checksums are not what was written", f"from byte {sections.sums_at} on")]
+    except OSError as error:
+        return [DataError("the shard cannot be read", where=str(path), why=error.strerror or str(error))]
+    return damaged or list(_contradictions(shard))
+
+
+class _BadSumsError(Exception):
+    """The list of checksums is itself damaged."""
+
+
+def _differing_chunks(shard: Shard, sections: _Sections, progress: Progress | None) -> Iterator[tuple[int, int]]:
+    """Byte ranges whose checksum differs."""
+    with open(shard.path, "rb") as file:
+        facts, _ = _read_header(shard.path, file.read(PAYLOAD_AT))
+        file.seek(sections.sums_at)
+        raw = file.read()
+        if xxhash.xxh3_64_hexdigest(raw) != facts["sums_xxh3"]:
+            raise _BadSumsError
+        file.seek(PAYLOAD_AT)
+        expected = iter(np.frombuffer(raw, "<u8").tolist())
+        at = PAYLOAD_AT
+        while data := memoryview(file.read(min(_READ_BYTES, sections.sums_at - at))):
+            for start in range(0, len(data), CHUNK_BYTES):
+                chunk = data[start : start + CHUNK_BYTES]
+                if xxhash.xxh3_64_intdigest(chunk) != next(expected):
+                    yield at + start, at + start + len(chunk)
+            at += len(data)
+            if progress is not None:
+                progress(len(data))
+
+
+def _joined(ranges: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Neighbours become one range."""
+    joined: list[tuple[int, int]] = []
+    for begin, end in ranges:
+        if joined and joined[-1][1] == begin:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def _flipped(shard: Shard, sections: _Sections, begin: int, end: int) -> DataError:
+    held: list[str] = []
+    itemsize = np.dtype(shard.dtype).itemsize
+    if begin < sections.ends_at:
+        first, last = (begin - PAYLOAD_AT) // itemsize, (min(end, sections.ends_at) - PAYLOAD_AT - 1) // itemsize
+        held.append(f"tokens {first} to {min(last, shard.facts.num_tokens - 1)}")
+    if end > sections.ends_at:
+        held.append("where documents end and who they are")
+    return _damaged(
+        shard.path, f"bytes {begin} to {end} are not what was written", f"checksum differs; {', '.join(held)}"
+    )
+
+
+def _contradictions(shard: Shard) -> Iterator[DataError]:
+    """What a shard with good checksums may still have wrong: a writer that was not ours."""
+    parts = (shard.tokens[at : at + _READ_BYTES] for at in range(0, len(shard.tokens), _READ_BYTES))
+    high = max(int(part.max()) for part in parts)
+    if high != shard.facts.max_token_id:
+        why = f"its header says {shard.facts.max_token_id}, the vocabulary has {shard.vocab_size}"
+        yield _damaged(shard.path, f"the largest token is {high}", why)
+    if bool((np.diff(shard.ends.astype(np.int64), prepend=0) <= 0).any()):
+        yield _damaged(shard.path, "documents do not end one after another", "an end lies before the one before it")

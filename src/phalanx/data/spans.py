@@ -1,0 +1,132 @@
+"""Which part of which file goes into which shard: a pure function of the inputs and the options. Torch-free.
+
+The number of worker processes and what they were doing when one was killed play no part in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from phalanx.core.digest import digest
+from phalanx.core.units import MIB
+from phalanx.data.sources import Format, SourceFile
+
+LEAST_SHARD_BYTES, MOST_SHARD_BYTES = 4 * MIB, 64 * MIB
+USUAL_SHARDS, MAX_SHARDS = 64, 1024  # enough for many workers; so few that all can be mapped
+_LEAST_PART = 4  # a file is never cut so that less than this fraction of a shard stands alone
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of a file, in its own units: bytes of text and JSONL, row groups of Parquet, record batches of Arrow."""
+
+    name: str
+    path: str
+    format: Format
+    file_bytes: int
+    modified_ns: int
+    begin: int
+    end: int
+    weight: int  # bytes of the file that this is, about
+
+    @property
+    def is_whole(self) -> bool:
+        return self.begin == 0 and self.weight >= self.file_bytes
+
+
+@dataclass(frozen=True)
+class Task:
+    """What becomes one shard."""
+
+    number: int
+    spans: tuple[Span, ...]
+
+    @property
+    def file(self) -> str:
+        return f"shard-{self.number:05d}.tokens"
+
+    @property
+    def weight(self) -> int:
+        return sum(span.weight for span in self.spans)
+
+    @property
+    def digest(self) -> str:
+        """Equal if the same bytes of the same files go into this shard."""
+        return digest(self.to_json())
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Task:
+        return cls(value["number"], tuple(Span(**span) for span in value["spans"]))
+
+
+@dataclass(frozen=True)
+class Parts:
+    """How a file can be cut: `weights[i]` bytes for part i of its units; one part if it cannot."""
+
+    file: SourceFile
+    units: tuple[int, ...]  # boundaries: part i is units[i] to units[i + 1]
+    weights: tuple[int, ...]
+
+
+def default_shard_bytes(total_bytes: int) -> int:
+    """By the size of the inputs alone: there must be work for several workers, whatever their number is.
+
+    A power of two, so that inputs that grow a little keep their shards.
+    """
+    usual = 1 << max(0, (total_bytes // USUAL_SHARDS).bit_length() - 1)
+    least = 1 << (-(-total_bytes // MAX_SHARDS) - 1).bit_length() if total_bytes else 1
+    return max(min(max(usual, LEAST_SHARD_BYTES), MOST_SHARD_BYTES), least)
+
+
+def plan_tasks(files: Sequence[Parts], shard_bytes: int) -> list[Task]:
+    """Fill one shard after another with about `shard_bytes` of input each, in the order of the files."""
+    tasks: list[Task] = []
+    spans: list[Span] = []
+    weight = 0
+    for span in _spans(files, shard_bytes):
+        if spans and weight + span.weight > shard_bytes + shard_bytes // _LEAST_PART:
+            tasks.append(Task(len(tasks), tuple(spans)))
+            spans, weight = [], 0
+        spans.append(span)
+        weight += span.weight
+        if weight >= shard_bytes:
+            tasks.append(Task(len(tasks), tuple(spans)))
+            spans, weight = [], 0
+    if spans:
+        tasks.append(Task(len(tasks), tuple(spans)))
+    return tasks
+
+
+def _spans(files: Sequence[Parts], shard_bytes: int) -> Iterator[Span]:
+    """The files, those larger than a shard cut into pieces of about its size."""
+    for parts in files:
+        begin, weight, left = 0, 0, sum(parts.weights)
+        for number, part in enumerate(parts.weights):
+            weight += part
+            left -= part
+            is_last = number == len(parts.weights) - 1
+            if is_last or (weight >= shard_bytes and left >= shard_bytes // _LEAST_PART):
+                yield _span(parts, begin, number + 1, weight)
+                begin, weight = number + 1, 0
+
+
+def _span(parts: Parts, first: int, beyond: int, weight: int) -> Span:
+    file = parts.file
+    begin, end = parts.units[first], parts.units[beyond]
+    return Span(file.name, file.path, file.format, file.num_bytes, file.modified_ns, begin, end, weight)
+
+
+def in_bytes(file: SourceFile, step_bytes: int) -> Parts:
+    """A file that can be cut at any byte (whoever reads it finds the next line)."""
+    units = [*range(0, file.num_bytes, step_bytes), file.num_bytes] if file.num_bytes else [0, 0]
+    return Parts(file, tuple(units), tuple(b - a for a, b in pairwise(units)))
+
+
+def in_one(file: SourceFile) -> Parts:
+    return Parts(file, (0, file.num_bytes), (file.num_bytes,))

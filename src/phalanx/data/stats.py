@@ -1,0 +1,160 @@
+"""What is in a dataset: how long its documents are, which tokens it is made of. One pass, memory of the vocabulary."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.data.dataset import Dataset
+from phalanx.data.shards import Progress, Shard
+
+Int64s = NDArray[np.int64]
+
+QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
+NUM_FREQUENT = 20
+_CHUNK_TOKENS = 1 << 22
+_FEW_BINS = 8
+
+
+@dataclass(frozen=True)
+class LengthBin:
+    """Documents of `low` to `high` tokens (both included), and the tokens in them."""
+
+    low: int
+    high: int
+    num_documents: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class FrequentToken:
+    token: int
+    text: str  # empty where the tokens have no text
+    count: int
+
+
+@dataclass(frozen=True)
+class DatasetStats:
+    """`quantiles` are document lengths in tokens, by part of the documents; exact."""
+
+    num_documents: int
+    num_tokens: int
+    num_shards: int
+    num_bytes: int  # on disk
+    source_bytes: int  # of the text
+    vocab_size: int
+    num_tokens_used: int  # of the vocabulary
+    mean_length: float
+    quantiles: dict[float, int]
+    bins: tuple[LengthBin, ...]
+    frequent: tuple[FrequentToken, ...]
+    counts_by_rank: tuple[tuple[int, int], ...]  # (rank from 1, count), a few per decade
+
+    @property
+    def tokens_per_byte(self) -> float:
+        return self.num_tokens / self.source_bytes if self.source_bytes else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        fields = {name: value for name, value in vars(self).items() if name not in ("bins", "frequent", "quantiles")}
+        return {
+            **fields,
+            "tokens_per_byte": self.tokens_per_byte,
+            "length_quantiles": {f"{part:g}": length for part, length in self.quantiles.items()},
+            "length_histogram": [vars(bin) for bin in self.bins],
+            "frequent_tokens": [vars(token) for token in self.frequent],
+        }
+
+
+def measure(dataset: Dataset, progress: Progress | None = None) -> DatasetStats:
+    """Read all tokens of a dataset once."""
+    lengths, num_of_length = _lengths(dataset.shards)
+    counts = np.zeros(dataset.vocab_size, np.int64)
+    for shard in dataset.shards:
+        for start in range(0, len(shard.tokens), _CHUNK_TOKENS):
+            chunk = shard.tokens[start : start + _CHUNK_TOKENS]
+            counts += np.bincount(chunk, minlength=dataset.vocab_size)
+            if progress is not None:
+                progress(chunk.nbytes)
+    num_documents = int(num_of_length.sum())
+    return DatasetStats(
+        num_documents=num_documents,
+        num_tokens=dataset.num_tokens,
+        num_shards=len(dataset.shards),
+        num_bytes=sum(shard.facts.num_bytes for shard in dataset.shards),
+        source_bytes=dataset.source_bytes,
+        vocab_size=dataset.vocab_size,
+        num_tokens_used=int((counts > 0).sum()),
+        mean_length=dataset.num_tokens / num_documents,
+        quantiles=_quantiles(lengths, num_of_length),
+        bins=_bins(lengths, num_of_length),
+        frequent=_frequent(dataset, counts),
+        counts_by_rank=_by_rank(counts),
+    )
+
+
+def _lengths(shards: Sequence[Shard]) -> tuple[Int64s, Int64s]:
+    """Distinct document lengths, ascending, and how many documents have each. A continued document counts once."""
+    lengths, counts = np.zeros(0, np.int64), np.zeros(0, np.int64)
+    unfinished = 0
+    for number, shard in enumerate(shards):
+        sizes: Int64s = np.diff(shard.ends, prepend=np.uint64(0)).astype(np.int64)
+        sizes[0] += unfinished
+        goes_on = number + 1 < len(shards) and shards[number + 1].facts.continues
+        unfinished = int(sizes[-1]) if goes_on else 0
+        lengths, counts = _merge(lengths, counts, sizes[:-1] if goes_on else sizes)
+    return lengths, counts
+
+
+def _merge(lengths: Int64s, counts: Int64s, sizes: Int64s) -> tuple[Int64s, Int64s]:
+    more, more_counts = np.unique(sizes, return_counts=True)
+    merged, at = np.unique(np.concatenate([lengths, more]), return_inverse=True)
+    return merged, np.bincount(at, np.concatenate([counts, more_counts])).astype(np.int64)
+
+
+def _quantiles(lengths: Int64s, counts: Int64s) -> dict[float, int]:
+    """For each part of the documents the smallest length that so many of them do not exceed."""
+    upto = np.cumsum(counts)
+    ranks = [max(1, math.ceil(part * int(upto[-1]))) for part in QUANTILES]
+    places = np.searchsorted(upto, ranks, "left")
+    return {part: int(lengths[place]) for part, place in zip(QUANTILES, places, strict=True)}
+
+
+def _bins(lengths: Int64s, counts: Int64s) -> tuple[LengthBin, ...]:
+    """Powers of two: 1, 2 to 3, 4 to 7, and so on; parts of them where there would be few."""
+    first, last = int(lengths[0]).bit_length() - 1, int(lengths[-1]).bit_length() - 1
+    num_parts = 1 << (-(-_FEW_BINS // (last + 1 - first)) - 1).bit_length()
+    powers = range(first, last + 1)
+    edges = sorted({2**power + 2**power * part // num_parts for power in powers for part in range(num_parts)})
+    edges.append(2 ** (last + 1))
+    low, high = np.searchsorted(edges, [lengths[0], lengths[-1]], "right")
+    edges = edges[int(low) - 1 : int(high) + 1]
+    number = np.searchsorted(edges, lengths, "right") - 1
+    documents = np.bincount(number, counts, len(edges) - 1).astype(np.int64)
+    tokens = np.bincount(number, counts * lengths, len(edges) - 1).astype(np.int64)
+    return tuple(
+        LengthBin(low, high - 1, int(documents[i]), int(tokens[i])) for i, (low, high) in enumerate(pairwise(edges))
+    )
+
+
+def _frequent(dataset: Dataset, counts: Int64s) -> tuple[FrequentToken, ...]:
+    tokenizer = dataset.load_tokenizer()
+    order = np.argsort(-counts, kind="stable")[:NUM_FREQUENT]
+    found = []
+    for token in (int(token) for token in order if counts[token]):
+        is_end = token == dataset.end_of_document
+        text = "(end of document)" if is_end else tokenizer.decode([token]) if tokenizer is not None else ""
+        found.append(FrequentToken(token, text, int(counts[token])))
+    return tuple(found)
+
+
+def _by_rank(counts: Int64s) -> tuple[tuple[int, int], ...]:
+    """Zipf's picture: the count of the most frequent token, of the second, ... thinned out evenly on a log scale."""
+    descending = np.sort(counts[counts > 0])[::-1]
+    ranks = np.unique(np.round(np.geomspace(1, len(descending), 60)).astype(np.int64))
+    return tuple((int(rank), int(descending[rank - 1])) for rank in ranks)

@@ -1,0 +1,230 @@
+"""Sources of token ids that are used where they lie: dataset directories, .npy arrays, Megatron files. Torch-free.
+
+Opening is cheap: headers and sizes. `describe` reads what a source says of itself, and all ids of those that say
+nothing (.npy, Megatron); `verify` reads all and compares.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import xxhash
+
+from phalanx.core.errors import DataError
+from phalanx.data.dataset import MANIFEST, TokenizerFacts, is_dataset, open_dataset, read_manifest
+from phalanx.data.megatron import megatron_paths, open_megatron
+from phalanx.data.shards import verify_shard
+from phalanx.data.tokens import CHUNK_TOKENS, PlainArray, TokenArray, Tokens, find_outside
+
+Kind = Literal["dataset", "npy", "megatron"]
+NO_TOKENIZER = TokenizerFacts("none", "")
+MAX_VOCAB_SIZE = 2**32
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """`xxh3` stands for the whole content: of a shard it is the checksum of its header, which covers the rest."""
+
+    num_bytes: int
+    xxh3: str
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The arrays of a source, and the file that each of them is in."""
+
+    arrays: tuple[TokenArray, ...]
+    paths: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a source holds. `files`: facts by name relative to the folder of `path`, or to `path` if it is one."""
+
+    kind: Kind
+    path: Path
+    tokenizer: TokenizerFacts
+    vocab_size: int
+    end_of_document: int | None
+    files: dict[str, FileFacts]
+    source_bytes: int
+    num_skipped_files: int
+
+
+def find_kind(source: str) -> tuple[Kind, Path] | None:
+    """The kind of a source of token ids, and the directory or file it is; None if it is text, or nothing."""
+    path = Path(os.path.expanduser(source))
+    if is_dataset(path) or _holds_shards(path):  # without its dataset.json: opening it says so
+        return "dataset", path.resolve()
+    is_pattern = glob.has_magic(source) and not os.path.exists(path)
+    if source.lower().endswith(".npy") and not is_pattern and not os.path.isdir(path) and os.path.exists(path):
+        return "npy", path.resolve()
+    pair = megatron_paths(source)
+    return None if pair is None else ("megatron", pair[0].resolve())
+
+
+def _holds_shards(path: Path) -> bool:
+    """A build that was not finished, or lost its dataset.json: the rest of the folder is no text to train on."""
+    return os.path.isdir(path) and any(path.glob("shard-*.tokens"))
+
+
+def open_arrays(kind: Kind, path: Path) -> Opened:
+    """Map the tokens. Raises DataError."""
+    if kind == "dataset":
+        dataset = open_dataset(path)
+        return Opened(dataset.shards, tuple(shard.path for shard in dataset.shards))
+    if kind == "npy":
+        return Opened((PlainArray.of(_open_npy(path)),), (path,))
+    return Opened((open_megatron(path, path.with_suffix(".idx")),), (path,))
+
+
+def describe(kind: Kind, path: Path) -> Described:
+    """Raises DataError for a source that cannot be used, or whose ids are none."""
+    if kind == "dataset":
+        return _describe_dataset(path)
+    array = open_arrays(kind, path).arrays[0]
+    files = {path.name: FileFacts(path.stat().st_size, _checksum(path))}
+    if kind == "megatron":
+        idx_path = path.with_suffix(".idx")
+        files[idx_path.name] = FileFacts(idx_path.stat().st_size, _checksum(idx_path))
+    return Described(
+        kind=kind,
+        path=path,
+        tokenizer=NO_TOKENIZER,
+        vocab_size=_largest(array.tokens, path) + 1,
+        end_of_document=None,
+        files=files,
+        source_bytes=path.stat().st_size,
+        num_skipped_files=0,
+    )
+
+
+def _describe_dataset(path: Path) -> Described:
+    dataset = open_dataset(path)
+    files = {MANIFEST: FileFacts((path / MANIFEST).stat().st_size, _checksum(path / MANIFEST))}
+    files |= {shard.facts.file: FileFacts(shard.facts.num_bytes, shard.facts.xxh3) for shard in dataset.shards}
+    dataset.load_tokenizer()  # it must be the one of the shards
+    return Described(
+        kind="dataset",
+        path=path,
+        tokenizer=dataset.tokenizer,
+        vocab_size=dataset.vocab_size,
+        end_of_document=dataset.end_of_document,
+        files=files,
+        source_bytes=dataset.source_bytes,
+        num_skipped_files=dataset.num_skipped_files,
+    )
+
+
+def check_unchanged(kind: Kind, path: Path, files: Mapping[str, FileFacts]) -> None:
+    """Raise DataError, naming the file, unless what is there now looks like what `describe` found. Reads headers."""
+    folder = path if kind == "dataset" else path.parent
+    if kind == "dataset":
+        _check_manifest(path, files)
+    for name, facts in files.items():
+        try:
+            num_bytes = (folder / name).stat().st_size
+        except OSError as error:
+            raise _changed(folder / name, error.strerror or str(error)) from None
+        if num_bytes != facts.num_bytes:
+            raise _changed(folder / name, f"it has {num_bytes} bytes instead of {facts.num_bytes}")
+
+
+def _check_manifest(path: Path, files: Mapping[str, FileFacts]) -> None:
+    """Raise DataError, naming the first shard that is another one, if dataset.json is not what it was."""
+    try:
+        if _checksum(path / MANIFEST) == files[MANIFEST].xxh3:
+            return
+        now = {shard.file: FileFacts(shard.num_bytes, shard.xxh3) for shard in read_manifest(path)[0].shards}
+    except DataError as error:
+        raise _changed(path / MANIFEST, error.why or error.what) from None
+    different = next((name for name, facts in files.items() if name != MANIFEST and now.get(name) != facts), MANIFEST)
+    raise _changed(path / different, "dataset.json describes another one now")
+
+
+def verify(kind: Kind, path: Path, files: Mapping[str, FileFacts]) -> Iterator[DataError]:
+    """Read everything and compare it with `describe`'s checksums; what is wrong, as it is found."""
+    if kind == "dataset":
+        for name in files:
+            if name != MANIFEST:
+                yield from verify_shard(path / name)
+        return
+    for name, facts in files.items():
+        if _checksum(path.parent / name) != facts.xxh3:
+            yield _changed(path.parent / name, "its checksum is another one")
+
+
+def check_ids(opened: Opened, vocab_size: int) -> None:
+    """Raise DataError at the first id that is not below `vocab_size`, with its file and the token's place in it."""
+    for array, path in zip(opened.arrays, opened.paths, strict=True):
+        facts = getattr(array, "facts", None)  # a shard knows its largest id
+        if facts is not None and facts.max_token_id < vocab_size:
+            continue
+        found = find_outside(array.tokens, vocab_size)
+        if found is not None:
+            raise outside(found[1], vocab_size, f"{path}: token {found[0]}")
+
+
+def outside(token: int, vocab_size: int, where: str) -> DataError:
+    if token < 0:
+        return DataError(f"token id {token} is negative", where=where)
+    return DataError(
+        f"token {token} does not fit a vocabulary of {vocab_size}",
+        where=where,
+        fix="raise model.vocab_size, or leave it out to take what the data needs",
+    )
+
+
+def _changed(path: Path, why: str) -> DataError:
+    fix = "put it back as it was, or start a new run"
+    return DataError("the corpus has changed since the run began", where=str(path), why=why, fix=fix)
+
+
+def _largest(tokens: Tokens, path: Path) -> int:
+    """The largest id, all of them read. DataError for one that is negative or needs more than 32 bits."""
+    largest = -1
+    for start in range(0, len(tokens), CHUNK_TOKENS):
+        chunk = np.asarray(tokens[start : start + CHUNK_TOKENS])
+        found = find_outside(chunk, MAX_VOCAB_SIZE)
+        if found is not None:
+            raise outside(found[1], MAX_VOCAB_SIZE, f"{path}: token {start + found[0]}")
+        largest = max(largest, int(chunk.max()))
+    return largest
+
+
+def _open_npy(path: Path) -> Tokens:
+    """The ids of a .npy, memory-mapped, 1-D [num_tokens]. Raises DataError unless that is what the file holds."""
+    try:
+        ids = np.lib.format.open_memmap(path, mode="r")  # unlike np.load it never unpickles
+    except OSError as error:
+        raise DataError("cannot be read", where=f"data.source {path}", why=error.strerror or str(error)) from None
+    except (ValueError, EOFError) as error:
+        raise DataError("not a readable .npy file", where=f"data.source {path}", why=str(error)) from None
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        why = f"it is {ids.ndim}-D {ids.dtype}"
+        raise DataError("not a 1-D array of integers", where=f"data.source {path}", why=why)
+    if ids.size == 0:
+        raise DataError("there are no token ids in it", where=f"data.source {path}", why="the array is empty")
+    return ids
+
+
+def _checksum(path: Path) -> str:
+    """Hex of XXH3-64 over the file's bytes."""
+    found = xxhash.xxh3_64()
+    try:
+        with open(path, "rb") as file:
+            while chunk := file.read(1 << 22):
+                found.update(chunk)
+    except OSError as error:
+        raise DataError("cannot be read", where=str(path), why=error.strerror or str(error)) from None
+    return found.hexdigest()
+
+
+def num_bytes_of(files: Mapping[str, FileFacts]) -> int:
+    return sum(facts.num_bytes for facts in files.values())

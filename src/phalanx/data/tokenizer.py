@@ -1,0 +1,165 @@
+"""How text becomes token ids: bytes, or any Hugging Face tokenizer.json. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.core.batch import BYTE_VOCAB_SIZE
+from phalanx.core.digest import digest
+from phalanx.core.errors import DataError
+from phalanx.core.registry import require
+
+Kind = Literal["bytes", "tokenizer.json"]
+END_OF_DOCUMENT = 256  # of the bytes tokenizer
+TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
+
+# What tokenizers call the token after a text, where no tokenizer_config.json beside them says so.
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|end_of_document|>")
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back. Ids are in [0, vocab_size); encoding adds no special token."""
+
+    kind: Kind
+    digest: str
+    vocab_size: int
+    end_of_document: int | None
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str: ...
+
+
+class ByteTokenizer:
+    """One token per byte of UTF-8, and one that ends a document. Surrogate escapes become the bytes they stand for."""
+
+    kind: Kind = "bytes"
+    digest = digest({"tokenizer": "bytes", "end_of_document": END_OF_DOCUMENT})
+    vocab_size = BYTE_VOCAB_SIZE
+    end_of_document: int | None = END_OF_DOCUMENT
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
+        return [np.frombuffer(as_bytes(text), np.uint8).astype(np.uint16) for text in texts]
+
+    def encode(self, text: str) -> list[int]:
+        return list(as_bytes(text))
+
+    def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
+        """The end of a document is a newline; what is not UTF-8 is U+FFFD."""
+        line_end, no_utf8 = ord("\n"), 0xFF
+        values = (int(token) for token in ids)
+        return bytes(
+            token if 0 <= token < 256 else line_end if token == END_OF_DOCUMENT else no_utf8 for token in values
+        ).decode("utf-8", "replace")
+
+
+def as_bytes(text: str) -> bytes:
+    """UTF-8, whatever the text holds: escaped bytes come back, other lone surrogates become U+FFFD."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return without_surrogates(text).encode("utf-8")
+
+
+def without_surrogates(text: str) -> str:
+    """Pairs of surrogates become the letter they stand for, lone ones U+FFFD: what a tokenizer of text can take."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer.json. `decode` leaves special tokens out, but the end of a document is a newline."""
+
+    kind: Kind = "tokenizer.json"
+
+    def __init__(self, tokenizer: Any, digest: str, end_of_document: int | None) -> None:
+        self._tokenizer = tokenizer
+        self.digest = digest
+        self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1  # ids may have holes
+        self.end_of_document = end_of_document
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
+        """Ids of each text. Lone surrogates must have been replaced."""
+        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint32) for encoding in found]
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(without_surrogates(text), add_special_tokens=False).ids)
+
+    def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
+        parts: list[list[int]] = [[]]
+        for token in ids:
+            if int(token) == self.end_of_document:
+                parts.append([])
+            elif 0 <= int(token) < self.vocab_size:
+                parts[-1].append(int(token))
+        return "\n".join(self._tokenizer.decode(part) for part in parts)
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer "bytes", or that of a tokenizer.json, or of a folder that holds one.
+
+    Raises DataError (exit 4) if it is not one, EnvironmentProblem (exit 6) without the package `tokenizers`.
+    """
+    if name == "bytes":
+        return ByteTokenizer()
+    path = tokenizer_path(name)
+    content = _read(path)
+    tokenizers = require("tokenizers", extra="hf", needed_for=f"the tokenizer {name}")
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+    except Exception as error:  # whatever the library raises: it says what it did not understand
+        raise _not_one(path, str(error)) from None
+    if not tokenizer.get_vocab_size():
+        raise _not_one(path, "its vocabulary is empty")
+    tokenizer.no_truncation()  # both may be saved in the file, and would cut or fill documents
+    tokenizer.no_padding()
+    end = next((token for token in _end_names(path) if tokenizer.token_to_id(token) is not None), None)
+    return HuggingFaceTokenizer(
+        tokenizer, digest(json.loads(content)), None if end is None else tokenizer.token_to_id(end)
+    )
+
+
+def tokenizer_path(name: str) -> Path:
+    """The tokenizer.json that `name` means. Raises DataError if there is none."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        path = path / TOKENIZER_FILE
+    if not path.is_file():
+        raise DataError("no such tokenizer", where=name, fix='give "bytes", a tokenizer.json or a folder with one')
+    return path
+
+
+def _read(path: Path) -> bytes:
+    try:
+        content = path.read_bytes()
+        if not isinstance(json.loads(content), dict):
+            raise ValueError("it is JSON, but not an object")
+    except OSError as error:
+        raise DataError("the tokenizer cannot be read", where=str(path), why=error.strerror or str(error)) from None
+    except (ValueError, RecursionError) as error:
+        raise _not_one(path, str(error)) from None
+    return content
+
+
+def _not_one(path: Path, why: str) -> DataError:
+    return DataError(
+        "not a Hugging Face tokenizer.json", where=str(path), why=why, fix="phalanx data tokenizer makes one"
+    )
+
+
+def _end_names(path: Path) -> list[str]:
+    """Names of the token that ends a document, best first: what the folder's configuration says, then usual ones."""
+    try:
+        said = json.loads((path.parent / CONFIG_FILE).read_bytes()).get("eos_token")
+    except (OSError, ValueError, AttributeError):
+        said = None
+    name = said.get("content") if isinstance(said, dict) else said
+    return [name, *_ENDS] if isinstance(name, str) else list(_ENDS)

@@ -1,0 +1,258 @@
+"""A split as one sequence of tokens: ranges of memory-mapped arrays in order, of which nothing is copied. Torch-free.
+
+Where a token lies does not matter to whoever reads: shards, a .npy or a Megatron .bin are each a `TokenArray`, and a
+split is the documents of all of them that belong to it, one after another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.data.order import mix
+
+Tokens = NDArray[np.integer]
+Int64s = NDArray[np.int64]
+Uint64s = NDArray[np.uint64]
+
+Split = Literal["train", "held_out"]
+SPLITS: tuple[Split, ...] = ("train", "held_out")
+SplitBy = Literal["document", "position"]
+
+
+class TokenArray(Protocol):
+    """Tokens on disk with the documents in them; a Shard is one.
+
+    `ends`: where each document ends, ascending, the last of them the number of tokens. `keys`: who each document is, as
+    a uniformly distributed hash that does not depend on where it lies.
+    """
+
+    @property
+    def tokens(self) -> Tokens: ...
+
+    @property
+    def ends(self) -> Uint64s: ...
+
+    @property
+    def keys(self) -> Uint64s: ...
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Neighbouring tokens: from `start` to `stop` of array number `array`."""
+
+    array: int
+    start: int
+    stop: int
+
+
+class TokenSequence:
+    """The tokens of some extents, one after another, and where documents end in them.
+
+    `len()` and slices read like an array does, which is how n-gram models use it.
+    """
+
+    def __init__(self, arrays: Sequence[TokenArray], array_of: Int64s, starts: Int64s, stops: Int64s) -> None:
+        """Extent e is tokens `starts[e]` to `stops[e]` of `arrays[array_of[e]]`; none of them is empty."""
+        self._arrays = tuple(arrays)
+        self._tokens = [np.asarray(array.tokens) for array in arrays]  # slices of a memmap cost more than its view's
+        self._array_of, self._starts = array_of, starts
+        self._bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(stops - starts)])  # extent e: [e] to [e + 1]
+        self._document_ends: Int64s | None = None
+        self.num_tokens = int(self._bounds[-1])
+
+    def __len__(self) -> int:
+        return self.num_tokens
+
+    def __getitem__(self, part: slice) -> Tokens:
+        start, stop, step = part.indices(self.num_tokens)
+        assert step == 1, "only neighbours can be read"
+        return self.read(start, stop)
+
+    @property
+    def num_documents(self) -> int:
+        """Documents with at least one token here."""
+        return len(self.document_ends())
+
+    def read(self, start: int, stop: int) -> Tokens:
+        """Tokens from `start` to `stop`, as they are stored: a view where they are neighbours, otherwise a copy."""
+        start, stop = max(0, start), min(stop, self.num_tokens)
+        if start >= stop:
+            return np.zeros(0, np.int64)
+        pieces = list(self._pieces(int(np.searchsorted(self._bounds, start, "right")) - 1, start, stop))
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def _pieces(self, extent: int, start: int, stop: int) -> Iterator[Tokens]:
+        """Tokens from `start` (which lies in `extent`) to `stop`, a view for each extent that they touch."""
+        while start < stop:
+            until = min(stop, int(self._bounds[extent + 1]))
+            begin = int(self._starts[extent]) + start - int(self._bounds[extent])
+            yield self._tokens[self._array_of[extent]][begin : begin + until - start]
+            start, extent = until, extent + 1
+
+    def gather(self, starts: Int64s, length: int) -> Int64s:
+        """`length` tokens from each of `starts` on: [..., length]. Neighbours are copied as blocks."""
+        assert starts.size == 0 or (starts.min() >= 0 and starts.max() + length <= self.num_tokens), (starts, length)
+        gathered = np.empty((starts.size, length), np.int64)
+        extents = np.searchsorted(self._bounds, starts.ravel(), "right") - 1
+        for row, extent, start in zip(gathered, extents.tolist(), starts.ravel().tolist(), strict=True):
+            at = 0
+            for piece in self._pieces(extent, start, start + length):
+                row[at : at + len(piece)] = piece
+                at += len(piece)
+        return gathered.reshape(*starts.shape, length)
+
+    def document_ids(self, starts: Int64s, length: int) -> Int64s:
+        """The number of the document that each of `length` tokens belongs to, counted over the sequence."""
+        at = starts[..., None] + np.arange(length)
+        return np.asarray(np.searchsorted(self.document_ends(), at, "right"), np.int64)
+
+    def document_ends(self) -> Int64s:
+        """Where documents end in the sequence, ascending; the last one ends with the sequence, cut off or not."""
+        if self._document_ends is None:
+            parts = [self._ends_in(number) for number in range(len(self._arrays))]
+            ends = np.concatenate([*parts, np.array([self.num_tokens], np.int64)])
+            self._document_ends = ends[np.diff(ends, prepend=0) > 0]  # ascending already: only repetitions go
+        return self._document_ends
+
+    def _ends_in(self, number: int) -> Int64s:
+        """The ends of documents of array `number` that lie inside its extents, as places in the sequence."""
+        mine = np.flatnonzero(self._array_of == number)
+        ends = np.asarray(self._arrays[number].ends).astype(np.int64)
+        if mine.size and self._goes_on(number):
+            ends = ends[:-1]
+        if mine.size == 0 or ends.size == 0:
+            return np.zeros(0, np.int64)
+        at = np.searchsorted(self._starts[mine], ends, "left") - 1  # the extent that begins before this end
+        sizes = self._bounds[mine + 1] - self._bounds[mine]
+        within = ends - self._starts[mine][at]
+        kept = (at >= 0) & (within <= sizes[at])
+        return np.asarray((self._bounds[mine][at] + within)[kept], np.int64)
+
+    def _goes_on(self, number: int) -> bool:
+        """Whether the last document of an array is also the first of the next: a long one that two shards share."""
+        if number + 1 == len(self._arrays):
+            return False
+        this, following = self._arrays[number].keys, self._arrays[number + 1].keys
+        return bool(len(this) and len(following) and this[-1] == following[0])
+
+
+CHUNK_TOKENS = 1 << 22
+
+
+def find_outside(tokens: Tokens, vocab_size: int) -> tuple[int, int] | None:
+    """(offset, token) of the first token outside [0, vocab_size), or None."""
+    for start in range(0, len(tokens), CHUNK_TOKENS):
+        chunk = np.asarray(tokens[start : start + CHUNK_TOKENS])
+        if int(chunk.min()) < 0 or int(chunk.max()) >= vocab_size:
+            at = int(np.argmax((chunk < 0) | (chunk >= vocab_size)))
+            return start + at, int(chunk[at])
+    return None
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The two sides of a source; no document is on both unless it was split by position."""
+
+    train: TokenSequence
+    held_out: TokenSequence
+
+    def __getitem__(self, split: Split) -> TokenSequence:
+        return self.train if split == "train" else self.held_out
+
+
+def choose_split(arrays: Sequence[TokenArray], fraction: float, seq_len: int) -> SplitBy:
+    """By document; by position where there is only one, or where a side would be left without a sequence."""
+    if fraction == 0 or sum(len(array.keys) for array in arrays) < 2:
+        return "position"
+    held_out = sum(_num_held_out(array, fraction) for array in arrays)
+    num_train = sum(len(array.tokens) for array in arrays) - held_out
+    return "document" if held_out >= 2 and num_train >= seq_len + 1 else "position"
+
+
+def split_tokens(arrays: Sequence[TokenArray], fraction: float, split_by: SplitBy) -> Splits:
+    """Hold out the documents whose key, as a part of 2**64, lies below `fraction`: wherever they lie, whatever else is.
+
+    By position, the last part of the last arrays.
+    """
+    if split_by == "document":
+        held_out = [held_out_documents(array.keys, fraction) for array in arrays]
+        return Splits(_select(arrays, [~mask for mask in held_out]), _select(arrays, held_out))
+    total = sum(len(array.tokens) for array in arrays)
+    num_held_out = min(total, max(2, math.ceil(total * fraction))) if fraction else 0  # one token is never a target
+    return _split_at(arrays, total - num_held_out)
+
+
+def _num_held_out(array: TokenArray, fraction: float) -> int:
+    ends = np.asarray(array.ends).astype(np.int64)
+    return int(np.diff(ends, prepend=0)[held_out_documents(array.keys, fraction)].sum())
+
+
+def held_out_documents(keys: Uint64s, fraction: float) -> NDArray[np.bool_]:
+    """Which of the documents are held out."""
+    return np.asarray(keys).astype(np.float64) / 2.0**64 < fraction
+
+
+def _select(arrays: Sequence[TokenArray], masks: Sequence[NDArray[np.bool_]]) -> TokenSequence:
+    """The documents under the masks; those that are neighbours become one extent."""
+    array_of, starts, stops = [], [], []
+    for number, (array, mask) in enumerate(zip(arrays, masks, strict=True)):
+        if not mask.any():
+            continue
+        ends = np.asarray(array.ends).astype(np.int64)
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
+        first, beyond = edges[0::2], edges[1::2]  # runs of documents
+        start, stop = np.where(first > 0, ends[first - 1], 0), ends[beyond - 1]
+        filled = stop > start
+        starts.append(start[filled])
+        stops.append(stop[filled])
+        array_of.append(np.full(int(filled.sum()), number))
+    return _sequence(arrays, array_of, starts, stops)
+
+
+def _split_at(arrays: Sequence[TokenArray], num_train: int) -> Splits:
+    """The first `num_train` tokens of all arrays, and the rest."""
+    train, held_out, before = [], [], 0
+    for number, array in enumerate(arrays):
+        cut = min(max(0, num_train - before), len(array.tokens))
+        train.append(Extent(number, 0, cut))
+        held_out.append(Extent(number, cut, len(array.tokens)))
+        before += len(array.tokens)
+    return Splits(_of_extents(arrays, train), _of_extents(arrays, held_out))
+
+
+def _of_extents(arrays: Sequence[TokenArray], extents: Sequence[Extent]) -> TokenSequence:
+    filled = [extent for extent in extents if extent.stop > extent.start]
+    columns = ([extent.array for extent in filled], [e.start for e in filled], [e.stop for e in filled])
+    return TokenSequence(arrays, *(np.array(column, np.int64) for column in columns))
+
+
+def _sequence(
+    arrays: Sequence[TokenArray], array_of: Sequence[Int64s], starts: Sequence[Int64s], stops: Sequence[Int64s]
+) -> TokenSequence:
+    none = [np.zeros(0, np.int64)]
+    columns = (np.concatenate([*none, *column]).astype(np.int64) for column in (array_of, starts, stops))
+    return TokenSequence(arrays, *columns)
+
+
+@dataclass(frozen=True)
+class PlainArray:
+    """Tokens without anything known about documents: all of them are one."""
+
+    tokens: Tokens
+    ends: Uint64s
+    keys: Uint64s
+
+    @classmethod
+    def of(cls, tokens: Tokens) -> PlainArray:
+        return cls(tokens, np.array([len(tokens)], np.uint64), hashed_numbers(np.zeros(1, np.int64)))
+
+
+def hashed_numbers(numbers: Int64s) -> Uint64s:
+    """Keys of documents that have numbers instead of names."""
+    return mix(numbers.astype(np.uint64) + np.uint64(1))

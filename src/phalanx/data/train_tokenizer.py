@@ -1,0 +1,156 @@
+"""A byte-level BPE trained on the user's own corpus by the `tokenizers` library. Torch-free."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.core.digest import stable_hash64
+from phalanx.core.errors import DataError, UsageError
+from phalanx.core.files import resource_error, write_bytes_atomic
+from phalanx.core.registry import require
+from phalanx.data.columns import Reading
+from phalanx.data.cuts import Cutter
+from phalanx.data.readers import parts_of, read_pieces
+from phalanx.data.sources import find_files
+from phalanx.data.spans import Task, plan_tasks
+from phalanx.data.tokenizer import TOKENIZER_FILE
+
+END = "<|endoftext|>"
+LEAST_VOCAB_SIZE = 257  # every byte, and the end of a document
+_TICK_S = 0.1
+
+
+@dataclass(frozen=True)
+class TrainingProgress:
+    """How far it is: reading counts words, then `is_merging` makes tokens of them."""
+
+    read_bytes: float
+    total_bytes: int
+    is_merging: bool
+    elapsed_s: float
+
+
+@dataclass(frozen=True)
+class TrainedTokenizer:
+    """What came out. `vocab_size` is less than was asked for where the corpus has no more pairs to join."""
+
+    path: Path
+    vocab_size: int
+    text_bytes: int
+    num_tokens_per_byte: float  # on the last part of what it was trained on
+    elapsed_s: float
+
+
+def train_tokenizer(
+    inputs: Sequence[str],
+    out: Path,
+    *,
+    vocab_size: int,
+    column: str = "text",
+    max_text_bytes: int | None = None,
+    progress: Callable[[TrainingProgress], None] | None = None,
+) -> TrainedTokenizer:
+    """Write a tokenizer.json to `out`: that file if its name ends with .json, else the folder's.
+
+    The same inputs give the same file. Only distinct words are held in memory. With `max_text_bytes` it learns from
+    about that much, spread over the inputs. Raises DataError (exit 4), UsageError (exit 2), ResourceError (exit 7).
+    """
+    if vocab_size < LEAST_VOCAB_SIZE:
+        raise UsageError(
+            f"a vocabulary of {vocab_size} is too small", fix=f"at least {LEAST_VOCAB_SIZE}: the bytes, and one more"
+        )
+    path = out if out.suffix == ".json" else out / TOKENIZER_FILE
+    if path.exists():
+        raise DataError("a tokenizer is there already", where=str(path), fix="give another --out, or remove it")
+    library = require("tokenizers", extra="hf", needed_for="training a tokenizer")
+    corpus = _Corpus(inputs, column, max_text_bytes)
+    tokenizer, trainer = _untrained(library, vocab_size)
+    _run(lambda: tokenizer.train_from_iterator(corpus.texts(), trainer), corpus, progress)
+    if not corpus.text_bytes:
+        raise DataError("there is no text in it", where=", ".join(inputs))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes_atomic(path, tokenizer.to_str(pretty=True).encode())
+    except OSError as error:
+        raise resource_error(error, "writing the tokenizer", path) from None
+    return TrainedTokenizer(
+        path=path,
+        vocab_size=tokenizer.get_vocab_size(),
+        text_bytes=corpus.text_bytes,
+        num_tokens_per_byte=len(tokenizer.encode(corpus.last).ids) / max(1, len(corpus.last.encode())),
+        elapsed_s=corpus.elapsed_s,
+    )
+
+
+def _untrained(library: Any, vocab_size: int) -> tuple[Any, Any]:
+    """GPT-2's construction: any text goes in, and comes out of `decode` as it was."""
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    return tokenizer, trainer
+
+
+class _Corpus:
+    """The texts of the inputs in order, and how far they have been read."""
+
+    def __init__(self, inputs: Sequence[str], column: str, max_text_bytes: int | None) -> None:
+        files = [file for found in find_files(inputs, named="") for file in found.files]
+        self.total_bytes = sum(file.num_bytes for file in files)
+        self._column = column
+        self._share = 1.0 if max_text_bytes is None else max_text_bytes / max(1, self.total_bytes)
+        self._tasks: list[Task] = plan_tasks(
+            [parts_of(file, column, max(1, file.num_bytes), True) for file in files], max(1, self.total_bytes)
+        )
+        self._reading = Reading()
+        self._began = time.monotonic()
+        self.text_bytes, self.last, self.is_read = 0, "", False
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._began
+
+    def progress(self) -> TrainingProgress:
+        return TrainingProgress(self._reading.read, self.total_bytes, self.is_read, self.elapsed_s)
+
+    def texts(self) -> Iterator[str]:
+        cutter = Cutter(lambda before, after: True)  # a word more or less at the end of a piece does not matter
+        for span in (span for task in self._tasks for span in task.spans):
+            for number, piece in enumerate(read_pieces(span, self._column, cutter, False, self._reading)):
+                if self._share < 1 and stable_hash64("sample", piece.key, number) / 2**64 >= self._share:
+                    continue
+                if piece.text:
+                    self.text_bytes += piece.num_bytes
+                    self.last = str(piece.text)
+                    yield self.last
+        self.is_read = True
+
+
+def _run(work: Callable[[], None], corpus: _Corpus, progress: Callable[[TrainingProgress], None] | None) -> None:
+    """Do the work beside this thread, so that Ctrl-C ends it although the library does not look for it."""
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # raised where somebody waits for it
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_TICK_S)
+        if progress is not None:
+            progress(corpus.progress())
+    if failed:
+        raise failed[0]

@@ -1,0 +1,172 @@
+"""A user's own map-style dataset: `factory(split, **args)` gives `len()` and `[i]` -> dict. Torch-free itself.
+
+Samples are drawn in an order that is a keyed permutation of the dataset for each epoch. Before each of them the global
+random states (random, numpy, torch) are set from (seed, global sample number), so that augmentation repeats whichever
+process does it, and put back afterwards, so that training never notices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from phalanx.core.digest import stable_hash64
+from phalanx.core.errors import DataError
+from phalanx.core.registry import resolve
+from phalanx.data.order import ShuffledOrder
+from phalanx.data.tokens import Split
+
+Arrays = dict[str, NDArray[Any]]
+
+_NUMBERS = "biufc"  # numpy's kinds of types that a tensor can have
+
+
+@dataclass(frozen=True)
+class UserFacts:
+    """What is known of a user's dataset before the ranks start."""
+
+    source: str
+    args: dict[str, Any] = field(default_factory=dict)
+    num_train: int = 0
+    num_held_out: int = 0
+    first_sample: str = ""  # digest of sample 0 of a run with seed 0
+
+
+def open_user_dataset(source: str, args: Mapping[str, Any], split: Split) -> Any:
+    """What the factory returns: a dataset with at least one sample, or None for "held_out".
+
+    Raises LayoutError (exit 3) if there is no such factory, and DataError for what it raises or returns.
+    """
+    factory = resolve(source, "phalanx.data", "dataset")
+    try:
+        dataset = factory(split, **args)
+    except Exception as error:
+        raise user_error(error, f"data.source {source}, split {split!r}") from error
+    if dataset is None and split == "held_out":
+        return None
+    for name in ("__len__", "__getitem__"):
+        if not hasattr(dataset, name):
+            what = f"{source} returned {type(dataset).__name__}, which has no {name}"
+            raise DataError(what, where="data.source", fix="return a map-style dataset: len() and [i]")
+    if len(dataset) == 0:
+        raise DataError("the dataset is empty", where=f"data.source {source}, split {split!r}", why="its len() is 0")
+    return dataset
+
+
+class UserSamples:
+    """Samples by global number. `shuffled=False` takes them as they lie (for evaluation)."""
+
+    def __init__(self, dataset: Any, source: str, seed: int, *, shuffled: bool = True) -> None:
+        self._dataset, self._source, self._seed = dataset, source, seed
+        self._order = ShuffledOrder(len(dataset), seed) if shuffled else None
+
+    def take(self, indices: NDArray[np.integer]) -> Arrays:
+        """Each entry of the samples' dicts, stacked: [n, ...]. Raises DataError for what cannot be a batch."""
+        places = self._order.at(indices) if self._order else np.asarray(indices)
+        with _random_states_kept():
+            samples = [
+                self._sample(int(index), int(place))
+                for index, place in zip(indices.ravel(), places.ravel(), strict=True)
+            ]
+        return collate(samples, [int(place) for place in places.ravel()], self._source)
+
+    def _sample(self, index: int, place: int) -> Mapping[str, Any]:
+        _seed_all(stable_hash64("sample", self._seed, index))
+        try:
+            sample: Any = self._dataset[place]
+        except Exception as error:
+            raise user_error(error, f"sample {place} of {self._source}") from error
+        if not isinstance(sample, Mapping) or not sample:
+            raise DataError(
+                "a sample must be a dict of arrays, tensors or numbers",
+                where=f"sample {place} of {self._source}",
+                why=f"it is {type(sample).__name__}",
+                fix='return {"inputs": ..., "targets": ...}',
+            )
+        return sample
+
+
+def collate(samples: Sequence[Mapping[str, Any]], places: Sequence[int], source: str) -> Arrays:
+    """Stack the samples' entries. Whole numbers become int64, others float32, and so do numpy's arrays of float64,
+    which is its default and rarely meant. Tensors keep their type.
+    """
+    keys = list(samples[0])
+    for place, sample in zip(places, samples, strict=True):
+        if set(sample) != set(keys):
+            why = f"sample {places[0]} has {sorted(keys)}, sample {place} has {sorted(sample)}"
+            raise DataError("samples must have the same keys", where=source, why=why)
+    return {key: _stack(key, [sample[key] for sample in samples], places, source) for key in keys}
+
+
+def _stack(key: str, values: Sequence[Any], places: Sequence[int], source: str) -> NDArray[Any]:
+    arrays = [_as_array(key, value, f"sample {place} of {source}") for place, value in zip(places, values, strict=True)]
+    for place, array in zip(places, arrays, strict=True):
+        for what, mine, first in (("shape", array.shape, arrays[0].shape), ("type", array.dtype, arrays[0].dtype)):
+            if mine != first:
+                raise DataError(
+                    f"samples of one batch have {key!r} of different {what}s",
+                    where=source,
+                    why=f"{first} in sample {places[0]}, {mine} in sample {place}",
+                    fix="pad or crop them to one shape" if what == "shape" else "convert them to one type",
+                )
+    return np.stack(arrays)
+
+
+def _as_array(key: str, value: Any, where: str) -> NDArray[Any]:
+    if isinstance(value, bool | int) and not isinstance(value, np.generic):
+        return np.asarray(value, np.int64)
+    if isinstance(value, float):  # as torch.tensor takes it; numpy's own float64 numbers, too
+        return np.asarray(value, np.float32)
+    try:
+        array = np.asarray(value.detach().cpu().numpy() if hasattr(value, "detach") else value)
+    except (TypeError, ValueError) as error:  # a ragged list, or a type that numpy does not have
+        raise DataError(f"{key!r} cannot be made an array", where=where, why=str(error)) from None
+    if array.dtype.kind not in _NUMBERS:
+        raise DataError(f"{key!r} is no number and no array of numbers", where=where, why=type(value).__name__)
+    return array.astype(np.float32) if array.dtype == np.float64 and not hasattr(value, "detach") else array
+
+
+def user_error(error: Exception, where: str) -> DataError:
+    """A user's exception in one line: what, and the place in their code that it comes from."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    at = f"{frames[-1].filename}:{frames[-1].lineno}, " if frames else ""
+    return DataError(f"{type(error).__name__}: {error}", where=f"{at}{where}")
+
+
+@contextlib.contextmanager
+def _random_states_kept() -> Iterator[None]:
+    torch = sys.modules.get("torch")
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state() if torch else None
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        if torch is not None and states[2] is not None:
+            torch.set_rng_state(states[2])
+
+
+def _seed_all(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.manual_seed(seed % 2**63)
+
+
+def digest_of(arrays: Arrays) -> str:
+    """Hex of XXH3-64 over names, types, shapes and bytes."""
+    found = xxhash.xxh3_64()
+    for name in sorted(arrays):
+        array = np.ascontiguousarray(arrays[name])
+        found.update(f"{name}|{array.dtype.str}|{array.shape}|".encode())
+        found.update(array.reshape(-1).view(np.uint8).data)
+    return found.hexdigest()

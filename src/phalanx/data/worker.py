@@ -1,0 +1,199 @@
+"""`python -m phalanx.data.worker FD`: a process that reads ahead for one rank. Torch-free; ends when its rank does.
+
+Messages are a length (uint32) and JSON. The rank sends {"open": SampleSpec, "sys_path"} once, then {"step", "indices"};
+the worker answers each step in order with the layout of its arrays, which lie in an unnamed file that is sent along, or
+with an error. {"probe"} asks for the facts of a user's dataset instead.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import json
+import mmap
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import threading
+import traceback
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.core.errors import DataError, PhalanxError
+
+_LENGTH = struct.Struct("<I")
+_PR_SET_PDEATHSIG = 1
+_ALIGNMENT = 64
+
+Message = dict[str, Any]
+Arrays = dict[str, NDArray[Any]]
+
+
+def send(link: socket.socket, message: Message, fd: int | None = None) -> None:
+    """Send a message, and a file with it."""
+    body = json.dumps(message).encode()
+    attached = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+    data = _LENGTH.pack(len(body)) + body
+    sent = link.sendmsg([data], attached)
+    link.sendall(data[sent:])
+
+
+def receive(link: socket.socket) -> tuple[Message, int | None] | None:
+    """The next message and the file that came with it; None at the end of the connection."""
+    fds: list[int] = []
+    head = _receive_exactly(link, _LENGTH.size, fds)
+    body = head and _receive_exactly(link, _LENGTH.unpack(head)[0], fds)
+    if not body:
+        for fd in fds:
+            os.close(fd)
+        return None
+    return json.loads(body), fds[0] if fds else None
+
+
+def _receive_exactly(link: socket.socket, size: int, fds: list[int]) -> bytes:
+    """`size` bytes, or none of them at the end of the connection. Descriptors that come along go to `fds`."""
+    data = b""
+    while len(data) < size:
+        try:
+            part, found, _, _ = socket.recv_fds(link, size - len(data), 1)
+        except ConnectionError:
+            return b""
+        fds += found
+        if not part:
+            return b""
+        data += part
+    return data
+
+
+def pack(arrays: Arrays) -> tuple[list[Message], int]:
+    """The layout of the arrays, and an unnamed file that holds them."""
+    layout: list[Message] = []
+    size = 0
+    for name, each in arrays.items():
+        layout.append({"name": name, "dtype": each.dtype.str, "shape": each.shape, "at": size})
+        size += -(-each.nbytes // _ALIGNMENT) * _ALIGNMENT
+    fd = _unnamed_file()
+    os.ftruncate(fd, max(size, 1))
+    with mmap.mmap(fd, max(size, 1)) as memory:
+        for place, each in zip(layout, arrays.values(), strict=True):
+            np.frombuffer(memory, each.dtype, each.size, place["at"]).reshape(each.shape)[...] = each
+    return layout, fd
+
+
+def unpack(layout: list[Message], fd: int) -> Arrays:
+    """The arrays of `pack`, mapped: nothing is copied. Closes `fd`."""
+    memory = mmap.mmap(fd, 0)
+    os.close(fd)
+    return {
+        place["name"]: np.frombuffer(
+            memory, np.dtype(place["dtype"]), int(np.prod(place["shape"], dtype=np.int64)), place["at"]
+        ).reshape(place["shape"])
+        for place in layout
+    }
+
+
+def _unnamed_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("phalanx-batch")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def serve(link: socket.socket) -> None:
+    """Answer until the rank closes the connection."""
+    samples: Any = None
+    while (received := receive(link)) is not None:
+        message, fd = received[0], None
+        answer: Message | None = None
+        try:
+            if "open" in message:
+                sys.path[:] = message["sys_path"]
+                samples = _open(message["open"])
+            elif "probe" in message:
+                sys.path[:] = message["sys_path"]
+                answer = {"facts": _probe(message["probe"])}
+            else:
+                layout, fd = pack(samples.take(np.array(message["indices"], np.int64)))
+                answer = {"step": message["step"], "arrays": layout}
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"step": message.get("step"), "error": _described(error)}
+        if answer is not None:
+            send(link, answer, fd)
+        if fd is not None:
+            os.close(fd)
+
+
+def _open(spec: Message) -> Any:
+    from phalanx.data.samples import SampleSpec
+
+    return SampleSpec(**spec).open()
+
+
+def _probe(wanted: Message) -> Message:
+    from phalanx.data.user_dataset import UserSamples, digest_of, open_user_dataset
+
+    source, args = wanted["source"], wanted["args"]
+    train, held_out = (open_user_dataset(source, args, split) for split in ("train", "held_out"))
+    first = UserSamples(train, source, seed=0).take(np.zeros(1, np.int64))
+    return {
+        "num_train": len(train),
+        "num_held_out": 0 if held_out is None else len(held_out),
+        "first_sample": digest_of(first),
+    }
+
+
+def _described(error: Exception) -> Message:
+    if isinstance(error, PhalanxError):
+        parts = {name: getattr(error, name) for name in ("what", "where", "why", "fix")}
+        return parts | {"exit_code": int(error.exit_code)}
+    return {"what": f"{type(error).__name__}: {error}", "where": None, "why": None, "fix": None, "exit_code": 4}
+
+
+def error_of(described: Message) -> PhalanxError:
+    """The error that a worker described, as the same kind that it was."""
+    parts = {name: described[name] for name in ("what", "where", "why", "fix")}
+    error = DataError(parts.pop("what"), **parts)
+    for kind in PhalanxError.__subclasses__():
+        if kind.exit_code == described["exit_code"] != DataError.exit_code:
+            return kind(error.what, **parts)
+    return error
+
+
+def _end_with_the_rank(link: socket.socket, rank_pid: int) -> None:
+    """Be killed when the rank is gone, even while stopped or inside C code; elsewhere than on Linux, soon after."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != rank_pid:  # it was gone before we asked
+        os._exit(1)
+    threading.Thread(target=_watch, args=(link,), name="phalanx-lifeline", daemon=True).start()
+
+
+def _watch(link: socket.socket) -> None:
+    poll = select.poll()
+    poll.register(link.fileno(), 0)
+    while not any(events & (select.POLLHUP | select.POLLERR) for _, events in poll.poll(1000)):
+        pass
+    os._exit(0)
+
+
+def main() -> int:
+    link = socket.socket(fileno=int(sys.argv[1]))
+    for number in (signal.SIGINT, signal.SIGTERM):  # the rank is asked to stop, and stops us when it is done
+        signal.signal(number, signal.SIG_IGN)
+    _end_with_the_rank(link, int(sys.argv[2]))
+    try:
+        serve(link)
+    except BrokenPipeError:
+        pass
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

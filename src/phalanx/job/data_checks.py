@@ -1,0 +1,115 @@
+"""Questions about the [data] section that one key cannot answer: what a source can have, and which keys count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from phalanx.core.errors import LayoutError
+from phalanx.job.explain import Finding
+from phalanx.job.model import fixed_vocab_size, shape_of
+from phalanx.job.own_dataset import is_own_dataset
+from phalanx.job.schema import Data, Job
+
+Question = Callable[[Job], list[Finding]]
+
+SMALLEST_SHARE = 1 / 2**16  # of a mixture's samples: what its table can tell
+
+
+def mixture_or_source(job: Job) -> list[Finding]:
+    if not job.data.mixture or job.data.source == Data().source:
+        return []
+    what = f"there is a mixture, and data.source is {job.data.source!r} besides"
+    return [_finding("source", what, "make it one of the [[data.mixture]] tables")]
+
+
+def mixture_is_of_tokens(job: Job) -> list[Finding]:
+    what, fix = "your own dataset cannot be a part of a mixture", "mix inside your dataset: it gets every index"
+    return [
+        Finding(("data", "mixture", number, "source"), what, fix)
+        for number, part in enumerate(job.data.mixture)
+        if is_own_dataset(part.source)
+    ]
+
+
+def mixture_has_no_dust(job: Job) -> list[Finding]:
+    total = sum(part.weight for part in job.data.mixture)
+    return [
+        Finding(
+            ("data", "mixture", number, "weight"),
+            f"a share of {part.weight / total:.2g} is below one sample in {round(1 / SMALLEST_SHARE)}",
+            "leave the source out, or raise its weight",
+        )
+        for number, part in enumerate(job.data.mixture)
+        if part.weight / total < SMALLEST_SHARE
+    ]
+
+
+def args_need_an_own_dataset(job: Job) -> list[Finding]:
+    if not job.data.args or is_own_dataset(job.data.source):
+        return []
+    what = f"is for your own dataset, and data.source is {job.data.source!r}"
+    return [_finding("args", what, 'set data.source = "package.module:factory", or remove data.args')]
+
+
+def own_dataset_reads_the_key(key: str, job: Job) -> list[Finding]:
+    """Nothing unless `key` was changed for a dataset that nobody here tokenizes or packs."""
+    if not is_own_dataset(job.data.source) or job.data.mixture:
+        return []
+    if getattr(job.data, key) == getattr(Data(), key):
+        return []
+    return [_finding(key, f"{key} is not read where data.source is your own dataset", "do it in the dataset")]
+
+
+def own_dataset_has_a_vocabulary(job: Job) -> list[Finding]:
+    if job.model.is_foreign or not is_own_dataset(job.data.source) or job.data.mixture or _reads_images(job):
+        return []
+    try:
+        known = fixed_vocab_size(job.model)
+    except LayoutError:
+        return []
+    if known is not None:
+        return []
+    what = (
+        "model.vocab_size must be given where data.source is your own dataset: nothing else says how many ids there are"
+    )
+    return [Finding(("model", "vocab_size"), what)]
+
+
+def images_need_an_own_dataset(job: Job) -> list[Finding]:
+    if not _reads_images(job) or (is_own_dataset(job.data.source) and not job.data.mixture):
+        return []
+    what = f"the model reads images, and data.source {job.data.source!r} holds tokens"
+    return [_finding("source", what, 'give your own dataset: data.source = "package.module:factory"')]
+
+
+def _reads_images(job: Job) -> bool:
+    if job.model.is_foreign:
+        return False
+    try:
+        return shape_of(job, vocab_size=1).reads_images
+    except (LayoutError, ValueError, ArithmeticError, TypeError):  # other questions say what is wrong with it
+        return False
+
+
+def _finding(key: str, what: str, fix: str = "") -> Finding:
+    return Finding(("data", key), what, fix)
+
+
+def _reads(key: str) -> Question:
+    def question(job: Job) -> list[Finding]:
+        return own_dataset_reads_the_key(key, job)
+
+    return question
+
+
+# Each question with the keys that it is about: it is asked if the user gave one of them.
+QUESTIONS: tuple[tuple[Question, tuple[str, ...]], ...] = (
+    (mixture_or_source, ("data.mixture", "data.source")),
+    (mixture_is_of_tokens, ("data.mixture",)),
+    (mixture_has_no_dust, ("data.mixture",)),
+    (args_need_an_own_dataset, ("data.args", "data.source")),
+    *((_reads(key), ("data.source", f"data.{key}")) for key in ("tokenizer", "column", "document_masks")),
+    (own_dataset_has_a_vocabulary, ("data.source", "model.vocab_size", "model.preset", "model.kind")),
+    # Not by the model's keys alone: a shape can be planned before there is data.
+    (images_need_an_own_dataset, ("data.source", "data.mixture")),
+)

@@ -1,0 +1,196 @@
+"""Questions about the [model] section that one key cannot answer: can its shape be, and does every key count?
+
+They look at the resolved shape: a key that is wrong beside a preset's value is as wrong as one beside another key. What
+they say names the key: it may be told of the preset that was set last.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from phalanx.core.errors import did_you_mean
+from phalanx.job.explain import Finding
+from phalanx.job.model import DEFAULT_PRESETS, SHAPE_KEYS, shape_of
+from phalanx.job.nearby import divisors_near, multiples_near
+from phalanx.job.presets import find_preset, preset_names
+from phalanx.job.schema import Job
+from phalanx.job.shape import ModelShape
+
+Question = Callable[[Job], list[Finding]]
+
+EXPERT_KEYS = ("experts_per_token", "expert_ffn_dim", "num_shared_experts", "num_dense_layers")
+LATENT_KEYS = ("num_kv_heads", "head_dim", "qk_norm", "bias")  # which latent attention does not read
+IMAGE_KEYS = ("image_size", "patch_size", "num_channels", "num_classes", "pooling")
+TEXT_KEYS = (
+    *("vocab_size", "tie_embeddings", "scale_embeddings", "positions", "max_positions", "rope_theta"),
+    *("local_rope_theta", "rope_scaling", "rope_factor", "rope_original_len", "sliding_window", "global_every"),
+    *("num_experts", *EXPERT_KEYS),
+)
+
+
+def preset_exists(job: Job) -> list[Finding]:
+    name = job.model.preset
+    if name is None or job.model.is_foreign or find_preset(name):
+        return []
+    fix = did_you_mean(name, preset_names()) or "docs/models.md and phalanx plan --models list them"
+    return [_finding("preset", f"unknown preset {name!r}", fix)]
+
+
+def preset_is_of_this_kind(job: Job) -> list[Finding]:
+    name, kind = job.model.preset, job.model.kind
+    preset = find_preset(name or "")
+    if preset is None or kind not in DEFAULT_PRESETS or kind == preset.kind:
+        return []
+    return [_finding("kind", f"the preset {name} is a {preset.kind}, not a {kind}", "leave one of them out")]
+
+
+# A key that nothing reads would be a wish that is silently not granted
+
+
+def key_is_read(key: str, job: Job) -> list[Finding]:
+    """Nothing if the user did not set `key`, or if the model that they asked for reads it."""
+    value = getattr(job.model, key)
+    if value is None or (job.model.is_foreign and key == "vocab_size"):
+        return []
+    if job.model.is_foreign:
+        return [_finding(key, f"{key} is not read by your own model", "put it in model.args")]
+    shape = _shape(job)
+    if shape is None or job.model.kind not in (None, *DEFAULT_PRESETS):
+        return []
+    if key in (TEXT_KEYS if shape.reads_images else IMAGE_KEYS):
+        return [_finding(key, f"{key} is not read by a {shape.kind}", "remove it")]
+    needed = "" if shape.reads_images else _needed(key, shape)
+    return [_finding(key, f"{key} has no effect", needed)] if needed and value not in (0, "none") else []
+
+
+def _needed(key: str, shape: ModelShape) -> str:
+    """What to do so that a decoder reads `key`; nothing if it does."""
+    missing = {
+        "max_positions": shape.positions != "learned" and "set model.positions=learned: positions are rotary",
+        "rope_theta": shape.positions != "rope" and "set model.positions=rope: positions are learned",
+        "rope_scaling": shape.positions != "rope" and "set model.positions=rope: positions are learned",
+        "rope_factor": shape.rope_scaling == "none" and "set model.rope_scaling: nothing is scaled",
+        "rope_original_len": shape.rope_scaling not in ("llama3", "yarn")
+        and "set model.rope_scaling to llama3 or yarn",
+        "local_rope_theta": not shape.sliding_window and "set model.sliding_window: no block has one",
+        "ffn_dim": shape.num_expert_layers == shape.num_layers and "set model.expert_ffn_dim: every block has experts",
+        "global_every": not shape.sliding_window and "set model.sliding_window: no block has one",
+        **dict.fromkeys(LATENT_KEYS, shape.kv_rank and "leave it out: latent attention has its own"),
+        **dict.fromkeys(EXPERT_KEYS, not shape.num_experts and "set model.num_experts: there are none"),
+    }
+    return missing.get(key) or ""
+
+
+def scaling_is_complete(job: Job) -> list[Finding]:
+    shape = _shape(job)
+    if shape is None or shape.rope_scaling == "none":
+        return []
+    findings = []
+    if shape.rope_factor <= 1:
+        what = f"{shape.rope_scaling} scaling needs a factor above 1, and it is {shape.rope_factor:g}"
+        findings.append(_finding("rope_factor", what, "model.rope_factor=8 reads sequences 8 times as long"))
+    if shape.rope_scaling in ("llama3", "yarn") and not shape.rope_original_len:
+        what = f"{shape.rope_scaling} scaling needs the length that the positions were made for"
+        findings.append(_finding("rope_original_len", what, "set model.rope_original_len"))
+    if shape.rope_scaling == "ntk" and shape.head_dim == 2:
+        findings.append(_finding("rope_scaling", "ntk scaling changes nothing in heads of width 2", "use linear"))
+    return findings
+
+
+def heads_divide_dim(job: Job) -> list[Finding]:
+    shape = _shape(job)
+    if shape is None:
+        return []
+    dim, heads = shape.dim, shape.num_heads
+    rotary, derived = shape.positions == "rope" and not shape.reads_images, job.model.head_dim is None
+    near = f"nearest dim for {heads} heads: {multiples_near(dim, (2 if rotary else 1) * heads)}"
+    if derived and shape.head_dim == max(1, dim // heads) and dim % heads:
+        return [_finding("num_heads", f"dim {dim} cannot be divided among {heads} heads", near)]
+    if not rotary or shape.head_dim % 2 == 0:
+        return []
+    if not derived:
+        return [_finding("head_dim", "rotary positions need an even width", f"try {shape.head_dim + 1}")]
+    what = f"dim {dim} over {heads} heads makes heads of {shape.head_dim}, and rotary positions need an even width"
+    return [_finding("num_heads", what, near)]
+
+
+def kv_heads_divide_heads(job: Job) -> list[Finding]:
+    shape = _shape(job)
+    if shape is None or shape.num_heads % shape.num_kv_heads == 0:
+        return []
+    heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    what = f"{kv_heads} key and value heads do not divide the {heads} query heads"
+    return [_finding("num_kv_heads", what, f"nearest: {divisors_near(heads, kv_heads)}")]
+
+
+def sequences_have_positions(job: Job) -> list[Finding]:
+    shape, seq_len = _shape(job), job.data.seq_len
+    if shape is None or shape.positions != "learned" or shape.reads_images or seq_len <= shape.max_positions:
+        return []
+    what = f"sequences of {seq_len} tokens, and the model has {shape.max_positions} learned positions"
+    return [_finding("max_positions", what, f"data.seq_len at most {shape.max_positions}, or more positions")]
+
+
+def patches_fill_the_image(job: Job) -> list[Finding]:
+    shape = _shape(job)
+    if shape is None or not shape.reads_images or shape.image_size % shape.patch_size == 0:
+        return []
+    what = f"patches of {shape.patch_size} pixels do not fill an image of {shape.image_size}"
+    return [_finding("patch_size", what, f"nearest: {divisors_near(shape.image_size, shape.patch_size)}")]
+
+
+def experts_are_complete(job: Job) -> list[Finding]:
+    shape = _shape(job)
+    if shape is None or not shape.num_experts:
+        return []
+    findings = []
+    if not 1 <= shape.experts_per_token <= shape.num_experts:
+        what = f"a token visits {shape.experts_per_token} of {shape.num_experts} experts"
+        findings.append(_finding("experts_per_token", what, f"1 to {shape.num_experts}"))
+    if not shape.expert_ffn_dim:
+        findings.append(_finding("expert_ffn_dim", "experts need a width", "set model.expert_ffn_dim"))
+    if shape.num_dense_layers >= shape.num_layers:
+        what = f"{shape.num_dense_layers} of {shape.num_layers} blocks have no experts"
+        findings.append(_finding("num_dense_layers", what, f"at most {shape.num_layers - 1}"))
+    return findings
+
+
+_COMPANIONS = ("model.kind", "model.preset")
+_WHAT_TURNS_ON = {
+    **dict.fromkeys(("max_positions", "rope_theta", "rope_scaling"), ("model.positions",)),
+    **dict.fromkeys(("rope_factor", "rope_original_len"), ("model.rope_scaling",)),
+    **dict.fromkeys(("local_rope_theta", "global_every"), ("model.sliding_window",)),
+    **dict.fromkeys(EXPERT_KEYS, ("model.num_experts",)),
+}
+_WIDTHS = ("model.dim", "model.num_heads")
+_EXPERTS = ("model.num_experts", *(f"model.{key}" for key in EXPERT_KEYS))
+_SCALING = ("model.rope_scaling", "model.rope_factor", "model.rope_original_len")
+
+QUESTIONS: list[tuple[Question, tuple[str, ...]]] = [
+    (preset_exists, ("model.preset", "model.kind")),
+    (preset_is_of_this_kind, ("model.kind", "model.preset")),
+    *(
+        (functools.partial(key_is_read, key), (f"model.{key}", *_WHAT_TURNS_ON.get(key, ()), *_COMPANIONS))
+        for key in ("preset", *SHAPE_KEYS)
+    ),
+    (scaling_is_complete, (*_SCALING, *_COMPANIONS)),
+    (heads_divide_dim, (*_WIDTHS, "model.head_dim", "model.positions", *_COMPANIONS)),
+    (kv_heads_divide_heads, ("model.num_heads", "model.num_kv_heads", *_COMPANIONS)),
+    (sequences_have_positions, ("data.seq_len", "model.max_positions", "model.positions", *_COMPANIONS)),
+    (patches_fill_the_image, ("model.image_size", "model.patch_size", *_COMPANIONS)),
+    (experts_are_complete, (*_EXPERTS, "model.num_layers", *_COMPANIONS)),
+]
+"""Each question, and the keys it reads: of those that the file gives, the first is told."""
+
+
+def _shape(job: Job) -> ModelShape | None:
+    """The shape that the section asks for, or None where another question already refuses it."""
+    model = job.model
+    if model.is_foreign or preset_exists(job) or preset_is_of_this_kind(job):
+        return None
+    return shape_of(job, 1)
+
+
+def _finding(key: str, what: str, fix: str = "") -> Finding:
+    return Finding(("model", key), what, fix)

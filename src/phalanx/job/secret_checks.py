@@ -1,0 +1,40 @@
+"""Whether a job carries a secret. A run keeps its job to the letter, and shows it, so one that does is refused."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from phalanx.core.secrets import carried_secret
+from phalanx.job.explain import Finding
+from phalanx.job.positions import Path
+from phalanx.job.schema import Job
+
+FIX = "give it through the environment: what trains can read os.environ"
+
+
+def secrets_in(job: Job) -> list[Finding]:
+    """One finding for each string of the job that is, holds or is named like a secret. Never says the value."""
+    return [
+        Finding(path, why, FIX)
+        for path, text in _strings(job.to_json(), ())
+        if (why := carried_secret(_name(path), text, os.environ))
+    ]
+
+
+def _strings(value: Any, path: Path) -> Iterator[tuple[Path, str]]:
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _strings(item, (*path, key))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _strings(item, (*path, index))
+
+
+def _name(path: Path) -> str:
+    """The innermost key: of a list, that of the list. Our own keys are named by us, and none is for secrets."""
+    words = [part for part in path if isinstance(part, str)]
+    return words[-1] if len(words) > 2 else ""

@@ -1,0 +1,95 @@
+"""A job file for people: every key with its words, its choices and its default, most of them commented out.
+
+Prose is behind "# ", a key that can be switched on behind "#" alone, so that taking one letter away is all it takes.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Collection
+from typing import Any
+
+from phalanx.job.explain import sections, wanted_at
+from phalanx.job.json_schema import job_json_schema
+from phalanx.job.schema import Job
+from phalanx.job.toml import toml_value
+
+WIDTH = 100
+
+# What people set first. All have defaults, so that a fresh file is the default job.
+USUAL = (
+    "run.name",
+    "data.source",
+    "data.seq_len",
+    "train.steps",
+    "train.global_batch_size",
+    "optim.lr",
+)
+PLACE_OF_ITS_OWN = "run.dir"  # of a run that has been: a new run needs another one
+
+HEAD = """\
+# A job for phalanx.
+#
+#   phalanx train {file}                  trains it
+#   phalanx train {file} --explain        says what it means, and where each value comes from
+#   phalanx plan {file} train.steps=100   any key can be given on the command line
+"""
+EVERY_KEY = """\
+# Every key is here with its default; take the # before a key away to set it. "none" is as if the
+# key were absent: the plan, or the model's preset, decides.
+"""
+SAYS_LITTLE = ("a string", "a string that is not empty", "a table", "a value")
+
+
+def job_template(
+    job: Job | None = None, *, file: str = "job.toml", minimal: bool = False, schema_file: str | None = None
+) -> str:
+    """The text of a job file that loads as `job` (default: the default job), but for where a run writes.
+
+    `minimal`: only what is set, without words. `schema_file`: what editors read, named relative to the job file.
+    """
+    job = job or Job()
+    values, defaults = job.to_json(), Job().to_json()
+    is_set = {
+        f"{section}.{key}"
+        for section, keys in sections().items()
+        for key in keys
+        if values[section][key] != defaults[section][key] and f"{section}.{key}" != PLACE_OF_ITS_OWN
+    } | set(USUAL)
+    parts = [f"#:schema {schema_file}"] if schema_file else []
+    parts.append(HEAD.format(file=file) if minimal else f"{HEAD.format(file=file)}#\n{EVERY_KEY}")
+    schema = job_json_schema()["properties"]
+    for section in sections():
+        if minimal and not any(key.startswith(f"{section}.") for key in is_set):
+            continue
+        parts.append(_section(section, values[section], schema[section], is_set, minimal))
+    return "\n".join(parts)
+
+
+def _section(name: str, values: dict[str, Any], schema: dict[str, Any], is_set: Collection[str], minimal: bool) -> str:
+    lines = [f"[{name}]"]
+    if not minimal and "description" in schema:
+        lines.insert(0, _prose(schema["description"]))
+    for key, value in values.items():
+        line = f"{key} = {toml_value(value)}"
+        if f"{name}.{key}" in is_set:
+            lines += [line] if minimal else [_prose(_words(name, key, schema)), line]
+        elif not minimal:
+            shown = line if f"{name}.{key}" != PLACE_OF_ITS_OWN else f'{key} = "none"'
+            lines += [_prose(_words(name, key, schema)), f"#{shown}"]
+    return "\n".join(lines) + "\n"
+
+
+def _words(section: str, key: str, schema: dict[str, Any]) -> str:
+    """The key's own words, and what may stand behind the equals sign."""
+    words = schema["properties"][key].get("description", "")
+    kinds = wanted_at((section, key)).removesuffix(f" or {toml_value(None)}")
+    return words if kinds in SAYS_LITTLE else f"{words} ({kinds})"
+
+
+def _prose(text: str) -> str:
+    return "\n".join(
+        textwrap.wrap(
+            text, WIDTH, initial_indent="# ", subsequent_indent="# ", break_long_words=False, break_on_hyphens=False
+        )
+    )

@@ -1,0 +1,100 @@
+"""Attention with grouped queries: causal, within documents, within a sliding window, or between all tokens.
+
+Shape suffixes: B batch, T sequence, D model width, H query heads, K key/value heads, E head width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from phalanx.job.shape import ModelShape
+from phalanx.nn.norms import RMSNorm
+from phalanx.nn.rotary import rotate
+
+
+def attention_mask(
+    num_tokens: int, window: int, document_ids_BT: torch.Tensor | None, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor | None:
+    """[B or 1, 1, T, T]: 0 where a token attends to another, -inf where not. None: all that is before, no mask needed.
+
+    One mask serves all blocks that attend alike. It is in the compute type: kernels would turn booleans into that, a
+    copy for every block that autograd keeps.
+    """
+    if document_ids_BT is None and not 0 < window < num_tokens:
+        return None
+    keep = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device).tril()
+    if 0 < window < num_tokens:
+        keep = keep.triu(1 - window)
+    keep = keep[None]
+    if document_ids_BT is not None:
+        keep = keep & (document_ids_BT[:, :, None] == document_ids_BT[:, None, :])
+    return torch.zeros(keep.shape, dtype=dtype, device=device).masked_fill_(~keep, -torch.inf)[:, None]
+
+
+class AttentionCore(nn.Module):
+    """Softmax attention. `document_ids` (or None) keeps documents from seeing each other.
+
+    `mask` is attention_mask of the same window and documents, where the model has made it for several blocks.
+    """
+
+    def __init__(self, *, causal: bool = True, window: int = 0) -> None:
+        super().__init__()
+        self.causal, self.window = causal, window
+
+    def forward(
+        self,
+        q_BHTE: torch.Tensor,
+        k_BKTE: torch.Tensor,
+        v_BKTE: torch.Tensor,
+        positions_BT: torch.Tensor | None,
+        document_ids_BT: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        groups = q_BHTE.shape[1] // k_BKTE.shape[1]
+        if groups > 1:
+            k_BKTE, v_BKTE = (x.repeat_interleave(groups, dim=1) for x in (k_BKTE, v_BKTE))
+        if not self.causal:
+            return F.scaled_dot_product_attention(q_BHTE, k_BKTE, v_BKTE)
+        if mask is None:
+            mask = attention_mask(q_BHTE.shape[2], self.window, document_ids_BT, q_BHTE.dtype, q_BHTE.device)
+        if mask is None:
+            return F.scaled_dot_product_attention(q_BHTE, k_BKTE, v_BKTE, is_causal=True)
+        return F.scaled_dot_product_attention(q_BHTE, k_BKTE, v_BKTE, attn_mask=mask)
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: ModelShape, window: int) -> None:
+        super().__init__()
+        self.head_dim = shape.head_dim
+        into, bias = shape.bias != "none", shape.bias == "all"
+        self.q = nn.Linear(shape.dim, shape.num_heads * shape.head_dim, bias=into)
+        self.k = nn.Linear(shape.dim, shape.num_kv_heads * shape.head_dim, bias=into)
+        self.v = nn.Linear(shape.dim, shape.num_kv_heads * shape.head_dim, bias=into)
+        self.o = nn.Linear(shape.num_heads * shape.head_dim, shape.dim, bias=bias)
+        self.q_norm = self._head_norm(shape)
+        self.k_norm = self._head_norm(shape)
+        self.core = AttentionCore(causal=not shape.reads_images, window=window)
+
+    @staticmethod
+    def _head_norm(shape: ModelShape) -> RMSNorm | None:
+        return RMSNorm(shape.head_dim, shape.norm_eps, shape.norm_plus_one) if shape.qk_norm else None
+
+    def forward(
+        self,
+        x_BTD: torch.Tensor,
+        table: torch.Tensor | None,
+        positions_BT: torch.Tensor | None,
+        document_ids_BT: torch.Tensor | None,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        q, k, v = (
+            linear(x_BTD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for linear in (self.q, self.k, self.v)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if table is not None:
+            q, k = rotate(q, table), rotate(k, table)
+        out_BHTE = self.core(q, k, v, positions_BT, document_ids_BT, mask)
+        return self.o(out_BHTE.transpose(1, 2).flatten(2))

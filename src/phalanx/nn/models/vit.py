@@ -1,0 +1,84 @@
+"""A vision transformer (arXiv 2010.11929): patches of an image, the decoder's blocks without a mask, one label.
+
+Shape suffixes: B batch, C channels, H height, W width, T tokens, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from phalanx.core.errors import LayoutError
+from phalanx.job.shape import ModelShape
+from phalanx.mesh.logical import LogicalShard
+from phalanx.nn.block import Block, init_rules
+from phalanx.nn.init import initialize_shards
+from phalanx.nn.norms import build_norm
+from phalanx.nn.objective import Objective, classification_cross_entropy
+
+
+class VisionTransformer(nn.Module):
+    """Images to logits over classes."""
+
+    block_pattern = "blocks.*"
+
+    block_inputs_are_cast = True
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.patch = nn.Conv2d(shape.num_channels, shape.dim, shape.patch_size, stride=shape.patch_size)
+        with_class = shape.pooling == "class_token"
+        self.embed_class = nn.Parameter(torch.empty(shape.dim)) if with_class else None
+        self.embed_positions = nn.Parameter(torch.empty(shape.tokens_of(0), shape.dim))
+        self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.num_layers))
+        self.norm = build_norm(shape)
+        self.head = nn.Linear(shape.dim, shape.num_classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """images: [B, C, H, W] numbers, already normalised. Returns logits [B, classes]."""
+        x_BTD = self._embed(images)
+        for block in self.blocks:
+            x_BTD = block(x_BTD, None, None)
+        pooled_BD = x_BTD.mean(dim=1) if self.embed_class is None else x_BTD[:, 0].contiguous()
+        return self.head(self.norm(pooled_BD))
+
+    def _embed(self, images_BCHW: torch.Tensor) -> torch.Tensor:
+        size, wanted = tuple(images_BCHW.shape[1:]), (self.shape.num_channels, *2 * (self.shape.image_size,))
+        if size != wanted:
+            raise LayoutError(
+                f"images are {' x '.join(map(str, size))} (channels x height x width), and the model takes "
+                f"{' x '.join(map(str, wanted))}",
+                fix="set model.image_size and model.num_channels, or resize the images",
+            )
+        x_BTD = self.patch(images_BCHW.to(self.patch.weight.dtype)).flatten(2).transpose(1, 2)
+        if self.embed_class is not None:
+            x_BTD = torch.cat((self.embed_class.to(x_BTD.dtype).expand(len(x_BTD), 1, -1), x_BTD), dim=1)
+        x_BTD = x_BTD + self.embed_positions
+        if torch.is_autocast_enabled(x_BTD.device.type):  # the residual stream in the compute type, as under FSDP
+            x_BTD = x_BTD.to(torch.get_autocast_dtype(x_BTD.device.type))
+        return x_BTD
+
+    def initialize(self, shards: Mapping[str, LogicalShard], seed: int) -> None:
+        """Fill this rank's shards."""
+        initialize_shards(shards, init_rules(self.shape), seed)
+
+
+def build(shape: ModelShape) -> VisionTransformer:
+    """The vision transformer of `shape`, on the current default device."""
+    return VisionTransformer(shape)
+
+
+def default_objective(loss_chunk_tokens: int) -> Objective:
+    """What it is trained with unless the job says otherwise."""
+    return classification_cross_entropy
+
+
+def example_batch(shape: ModelShape, batch_size: int, seq_len: int, seed: int) -> dict[str, torch.Tensor]:
+    """Random data as this model takes it. An image has its own length: seq_len does not matter."""
+    generator = torch.Generator().manual_seed(seed)
+    size = (batch_size, shape.num_channels, shape.image_size, shape.image_size)
+    labels = torch.randint(shape.num_classes, (batch_size,), generator=generator)
+    return {"images": torch.randn(size, generator=generator), "labels": labels}

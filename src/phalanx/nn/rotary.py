@@ -1,0 +1,88 @@
+"""Rotary positions (arXiv 2104.09864) and the usual ways to stretch them over longer sequences.
+
+Shape suffixes: B batch, T sequence, H heads, E head width.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from phalanx.job.shape import ModelShape
+
+LLAMA3_LOW, LLAMA3_HIGH = 1.0, 4.0  # turns within the original length: below, scaled; above, left as they are
+YARN_SLOW, YARN_FAST = 1.0, 32.0  # the same of YaRN
+
+
+def rotary_frequencies(
+    shape: ModelShape, dtype: torch.dtype, device: torch.device, *, local: bool = False
+) -> torch.Tensor:
+    """[E/2]: radians per position of each pair of a head. `local`: of blocks with a sliding window."""
+    if local and shape.local_rope_theta:
+        return _frequencies(shape.head_dim, shape.local_rope_theta, dtype, device)
+    plain = _frequencies(shape.head_dim, _base(shape), dtype, device)
+    if shape.rope_scaling == "linear":
+        return plain / shape.rope_factor
+    if shape.rope_scaling == "llama3":
+        return _between(plain, shape, _llama3_share(plain, shape))
+    if shape.rope_scaling == "yarn":
+        return _between(plain, shape, _yarn_share(plain, shape))
+    return plain
+
+
+def _frequencies(head_dim: int, theta: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    exponent = torch.arange(0, head_dim, 2, dtype=dtype, device=device) / head_dim
+    return theta**-exponent
+
+
+def _base(shape: ModelShape) -> float:
+    """NTK-aware scaling (bloc97 2023) takes a base with which the slowest pair turns rope_factor times slower."""
+    if shape.rope_scaling != "ntk":
+        return shape.rope_theta
+    stretch: float = shape.rope_factor ** (shape.head_dim / (shape.head_dim - 2))
+    return shape.rope_theta * stretch
+
+
+def _between(plain: torch.Tensor, shape: ModelShape, share: torch.Tensor) -> torch.Tensor:
+    """`share` of each frequency stays, the rest is divided by the factor."""
+    return plain * share + plain / shape.rope_factor * (1 - share)
+
+
+def _llama3_share(plain: torch.Tensor, shape: ModelShape) -> torch.Tensor:
+    """Llama 3.1: by how often a pair turns within the original length."""
+    turns = shape.rope_original_len * plain / (2 * math.pi)
+    return ((turns - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW)).clamp(0, 1)
+
+
+def _yarn_share(plain: torch.Tensor, shape: ModelShape) -> torch.Tensor:
+    """YaRN (arXiv 2309.00071, section 3.2), with the ramp over the pairs' index between two whole numbers."""
+    half, theta = shape.head_dim // 2, shape.rope_theta
+
+    def pair_that_turns(times: float) -> float:
+        return half * math.log(shape.rope_original_len / (times * 2 * math.pi)) / math.log(theta)
+
+    low = max(math.floor(pair_that_turns(YARN_FAST)), 0)
+    high = min(math.ceil(pair_that_turns(YARN_SLOW)), shape.head_dim - 1)
+    index = torch.arange(half, dtype=plain.dtype, device=plain.device)
+    return 1 - ((index - low) / max(high - low, 0.001)).clamp(0, 1)
+
+
+def rotary_table(
+    positions_BT: torch.Tensor, shape: ModelShape, dtype: torch.dtype, *, local: bool = False
+) -> torch.Tensor:
+    """[2, B, 1, T, E/2]: cosine and sine of position x frequency, in at least fp32."""
+    wide = torch.promote_types(dtype, torch.float32)
+    frequencies = rotary_frequencies(shape, wide, positions_BT.device, local=local)
+    angle_BTE = positions_BT[..., None].to(wide) * frequencies
+    table = torch.stack((angle_BTE.cos(), angle_BTE.sin()))[:, :, None]
+    if shape.rope_scaling == "yarn" and not (local and shape.local_rope_theta):
+        table = table * (0.1 * math.log(shape.rope_factor) + 1)  # YaRN's temperature, on queries and keys alike
+    return table
+
+
+def rotate(x_BHTE: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Rotate each (first half, second half) pair by its position's angle."""
+    cos, sin = table
+    first, second = x_BHTE.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BHTE.dtype)

@@ -1,0 +1,142 @@
+"""An outlet: one sink with a bounded queue and a thread of its own, so that nobody else ever waits for it.
+
+The thread opens the sink, writes and closes it. A sink that raises is out, which is told once; one that does not keep
+up loses events, which are counted; one that stands still is left behind when the run ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+from phalanx.core.errors import PhalanxError
+from phalanx.observe.events import Envelope, Event, Note, SinkDropped
+
+
+class Sink(Protocol):
+    """Takes facts, formats them somewhere. Called from one thread only, never from the step loop."""
+
+    def write(self, envelope: Envelope) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class Abandonable(Protocol):
+    """A sink that can be ended from another thread while it stands still."""
+
+    def abandon(self) -> None: ...
+
+
+@runtime_checkable
+class Speaking(Protocol):
+    """A sink that has something to say to the person who trains: where the curves are, what was done instead."""
+
+    def listen(self, say: Callable[[str], None]) -> None: ...
+
+
+OpenSink = Callable[[], Sink]
+
+
+class Outlet:
+    """Feeds the sink that `open_sink` opens, in the background. `tell` takes what others should hear of it."""
+
+    def __init__(self, name: str, open_sink: OpenSink, *, queue_size: int, tell: Callable[[Event], None]) -> None:
+        self.name = name
+        self.num_lost = 0
+        self._open_sink, self._tell = open_sink, tell
+        self._sink: Sink | None = None
+        self._doing = "opens"
+        self._is_over = False  # nothing more is wanted, or taken
+        self._knows_the_end = False
+        self._finish_s = 0.0
+        self._queue: queue.Queue[Envelope | None] = queue.Queue(queue_size)
+        self._thread = threading.Thread(target=self._run, name=f"phalanx-sink-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, envelope: Envelope) -> None:
+        """Hand over a fact. Never waits."""
+        if self._is_over:
+            return
+        try:
+            self._queue.put_nowait(envelope)
+        except queue.Full:
+            self.num_lost += 1
+            if self.num_lost == 1:
+                why = f"{self.name} {self._doing} too slowly: events are left out and counted"
+                self._tell(Note("sink_is_slow", {"sink": self.name, "why": why}))
+
+    def finish(self) -> None:
+        """What was put so far is all. Does not wait."""
+        self._finish_s = time.monotonic()
+        self._put_end(0.0)
+
+    def join(self, until: float) -> None:
+        """Wait for the sink to be closed, until that time (monotonic seconds); then tell what was lost, if anything."""
+        self._put_end(max(0.0, until - time.monotonic()))
+        self._thread.join(max(0.0, until - time.monotonic()))
+        if self._thread.is_alive() and not self._is_over:
+            self._is_over = True
+            if isinstance(self._sink, Abandonable):
+                self._sink.abandon()
+            waited_s = time.monotonic() - self._finish_s
+            reason = f"it still {self._doing} after {waited_s:.1f} s and is left behind"
+            self._tell(SinkDropped(self.name, self.num_lost + self._num_waiting(), reason))
+        elif self.num_lost:
+            self._tell(SinkDropped(self.name, self.num_lost, "it did not keep up"))
+
+    def _put_end(self, timeout_s: float) -> None:
+        """Put the mark behind which nothing comes, as soon as the queue has room for it."""
+        if self._knows_the_end or not self._thread.is_alive():
+            return
+        with contextlib.suppress(queue.Full):
+            self._queue.put(None, timeout=timeout_s) if timeout_s else self._queue.put_nowait(None)
+            self._knows_the_end = True
+
+    def _num_waiting(self) -> int:
+        with self._queue.mutex:
+            return sum(item is not None for item in self._queue.queue)
+
+    def _run(self) -> None:
+        try:
+            self._sink = sink = self._open_sink()
+            if isinstance(sink, Speaking):
+                sink.listen(self._say)
+            self._doing = "writes"
+            while (envelope := self._queue.get()) is not None and not self._is_over:
+                sink.write(envelope)
+        except BaseException as error:  # a user's sink may call sys.exit: the thread is all that it may end
+            self._die(error)
+        else:
+            self._close(sink)
+
+    def _say(self, words: str) -> None:
+        self._tell(Note("sink", {"sink": self.name, "why": f"{self.name} {words}"}))
+
+    def _die(self, error: BaseException) -> None:
+        was_left = self._is_over
+        self._is_over = True
+        if not was_left:
+            self._tell(SinkDropped(self.name, self.num_lost, reason_of(error)))
+            self.num_lost = 0
+        if self._sink is not None:
+            with contextlib.suppress(BaseException):
+                self._sink.close()
+
+    def _close(self, sink: Sink) -> None:
+        self._doing = "closes"
+        try:
+            sink.close()
+        except BaseException as error:
+            if not self._is_over:
+                self._tell(SinkDropped(self.name, self.num_lost, f"on close: {reason_of(error)}"))
+                self.num_lost = 0
+
+
+def reason_of(error: BaseException) -> str:
+    """ "RuntimeError: no room", or what a PhalanxError says."""
+    return str(error) if isinstance(error, PhalanxError) else f"{type(error).__name__}: {error}"

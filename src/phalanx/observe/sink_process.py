@@ -1,0 +1,157 @@
+"""A sink in a process of its own: `python -m phalanx.observe.sink_process KIND RUN_DIR`, events on its standard input.
+
+For sinks whose library starts threads, hooks `sys.exit`, waits for servers or may hang: none of that touches a rank,
+and what hangs can be killed. The process says what it has to say as lines of JSON on its standard output; whatever the
+library prints goes to RUN/logs/sink-KIND.log. It ends when its input does, or with the rank's process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TextIO
+
+from phalanx.core.logs import redirect_output
+from phalanx.core.secrets import Redactor
+from phalanx.observe.events import Envelope, parse_line
+from phalanx.observe.outlet import Sink, reason_of
+
+SINKS = "phalanx.observe.sinks"
+END = b"\n"  # said as well: a process that user code forked may hold the pipe open
+NICE = 5  # the ranks come first
+
+
+class SinkProcessError(Exception):
+    """The process of a sink ended before it was told to, or badly."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class ProcessSink:
+    """The rank's end: a Sink that hands lines to the process, and never outlives its patience."""
+
+    def __init__(self, kind: str, run_dir: Path) -> None:
+        self._said: list[str] = []
+        self._reason = ""
+        self._say: Callable[[str], None] | None = None
+        self._is_open = True
+        self._process = subprocess.Popen(
+            # -P: the folder we happen to stand in is not searched for modules.
+            [sys.executable, "-P", "-m", "phalanx.observe.sink_process", kind, str(run_dir)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        self._hearing = threading.Thread(target=self._hear, name=f"phalanx-hear-{kind}", daemon=True)
+        self._hearing.start()
+
+    def listen(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        while self._said:
+            say(self._said.pop(0))
+
+    def write(self, envelope: Envelope) -> None:
+        """Raises SinkProcessError if the process has ended; blocks while it does not read."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(envelope.to_line().encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError:
+            raise self._failure() from None
+
+    def close(self) -> None:
+        """End its input and wait until it is done. Raises SinkProcessError if it did not end well."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._end_input()
+        if self._process.wait() != 0:
+            raise self._failure()
+        self._hearing.join()
+
+    def abandon(self) -> None:
+        self._process.kill()
+
+    def _end_input(self) -> None:
+        assert self._process.stdin is not None
+        if self._process.stdin.closed:
+            return
+        with contextlib.suppress(OSError):
+            self._process.stdin.write(END)
+            self._process.stdin.flush()
+        with contextlib.suppress(OSError):  # what is left in the buffer of a broken pipe
+            self._process.stdin.close()
+
+    def _failure(self) -> SinkProcessError:
+        self._end_input()
+        code = self._process.wait()
+        self._hearing.join()
+        self._is_open = False
+        ended = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        return SinkProcessError(self._reason or f"its process ended ({ended})")
+
+    def _hear(self) -> None:
+        """Lines until the process is gone. Before anybody listens, what it says is kept."""
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                with contextlib.suppress(ValueError):
+                    self._take(json.loads(line))
+
+    def _take(self, message: dict[str, str]) -> None:
+        self._reason = message.get("error") or self._reason
+        if words := message.get("say"):
+            self._say(words) if self._say is not None else self._said.append(words)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The process: open the sink of that kind, write what arrives, close it at the end of the input."""
+    kind, run_dir = arguments[0], Path(arguments[1])
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to the whole job: the ranks decide when to end
+        signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        os.nice(NICE)
+    speaker = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+    redactor = Redactor(os.environ)
+    redirect_output(run_dir / "logs" / f"sink-{kind}.log", redactor)
+    try:
+        module = importlib.import_module(f"{SINKS}.{kind}")
+        for name, value in (module.environment(run_dir) if hasattr(module, "environment") else {}).items():
+            os.environ.setdefault(name, value)
+        sink: Sink = module.open_sink(run_dir)
+        if greeting := getattr(sink, "greeting", ""):
+            _tell(speaker, {"say": redactor.text(greeting)})
+        _feed(sink)
+    except BaseException as error:  # the library may call sys.exit
+        _tell(speaker, {"error": redactor.text(reason_of(error))})
+        return 1
+    return 0
+
+
+def _feed(sink: Sink) -> None:
+    try:
+        for line in sys.stdin.buffer:
+            if line == END:
+                break
+            envelope = parse_line(line.decode("utf-8", errors="replace"))
+            if envelope is not None:
+                sink.write(envelope)
+    finally:
+        sink.close()
+
+
+def _tell(speaker: TextIO, message: dict[str, str]) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        speaker.write(json.dumps(message) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

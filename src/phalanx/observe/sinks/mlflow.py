@@ -1,0 +1,117 @@
+"""MLflow: the run's curves and its job in a database in `RUN/mlflow`, or on the server that MLFLOW_TRACKING_URI names.
+
+All attempts of a run, and all resumptions, are one MLflow run: its id is kept in `RUN/mlflow/run-id`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from phalanx.core.registry import require
+from phalanx.observe.events import Envelope
+from phalanx.observe.outlet import Sink
+from phalanx.observe.sinks._metrics import Metrics, Point, kept_id, read_job
+
+REQUIRES = ("mlflow", "sqlalchemy", "alembic")
+PRELOAD: tuple[str, ...] = ()
+IS_APART = True  # importing it takes seconds, and a server may not answer
+BATCH = 500  # metrics of one request; the most that a server takes are 1000
+BATCH_S = 2.0
+MAX_VALUE = 6000  # letters of a parameter
+STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+
+
+def environment(run_dir: Path) -> dict[str, str]:
+    return {
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+    }
+
+
+def open_sink(run_dir: Path) -> Sink:
+    """A run of MLflow's. Raises what MLflow raises for a server that refuses us."""
+    needed_for = 'observe.sinks = ["mlflow"]'
+    tracking = require("mlflow.tracking", extra="mlflow", needed_for=needed_for)
+    entities = require("mlflow.entities", extra="mlflow", needed_for=needed_for)
+    directory = (run_dir / "mlflow").resolve()
+    directory.mkdir(parents=True, exist_ok=True)
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{directory}/mlflow.db"
+    client = tracking.MlflowClient(uri)
+    run_id, is_fresh = _run_id(client, run_dir, directory)
+    if is_fresh:
+        params = [entities.Param(key, value) for key, value in _params(run_dir)]
+        client.log_batch(run_id, params=params)
+    else:
+        client.update_run(run_id, status="RUNNING")
+    greeting = f"writes run {run_id} to {uri}; `mlflow ui --backend-store-uri {uri}` shows it"
+    return MlflowSink(client, entities.Metric, run_id, _last_step(client, run_id), greeting)
+
+
+def _run_id(client: Any, run_dir: Path, directory: Path) -> tuple[str, bool]:
+    """The run to continue, or a new one in the experiment that MLFLOW_EXPERIMENT_NAME names ("phalanx")."""
+    path = directory / "run-id"
+    if path.exists():
+        return kept_id(path, "")
+    name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "phalanx"
+    experiment = client.get_experiment_by_name(name)
+    experiment_id = experiment.experiment_id if experiment else client.create_experiment(name)
+    created = client.create_run(experiment_id, run_name=run_dir.resolve().name)
+    return kept_id(path, created.info.run_id)
+
+
+def _params(run_dir: Path) -> Iterator[tuple[str, str]]:
+    for section, keys in read_job(run_dir).items():
+        for key, value in keys.items():
+            yield f"{section}.{key}", str(value)[:MAX_VALUE]
+
+
+def _last_step(client: Any, run_id: str) -> int:
+    """The last step that an earlier attempt wrote."""
+    return max((metric.step for metric in client.get_metric_history(run_id, "train/loss")), default=-1)
+
+
+class MlflowSink:
+    """Turns rank 0's facts into metrics, sent in batches. `greeting`: where they are to be seen."""
+
+    def __init__(self, client: Any, metric: Any, run_id: str, last_step: int, greeting: str) -> None:
+        self.greeting = greeting
+        self._client, self._metric, self._run_id = client, metric, run_id
+        self._last_step = last_step
+        self._metrics = Metrics()
+        self._waiting: list[Any] = []
+        self._sent_s = time.monotonic()
+        self._is_open = True
+
+    def write(self, envelope: Envelope) -> None:
+        """Steps that an earlier attempt wrote are left out: MLflow would keep both values."""
+        point = self._metrics.take(envelope)
+        if point is None or not self._is_open or point.step <= self._last_step:
+            return
+        self._waiting += self._of(point)
+        if len(self._waiting) >= BATCH or time.monotonic() - self._sent_s >= BATCH_S:
+            self._send()
+
+    def close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._send()
+            self._client.set_terminated(self._run_id, STATUS[self._metrics.status])
+
+    def _of(self, point: Point) -> list[Any]:
+        time_ms = int(point.time_unix_s * 1000)
+        return [
+            self._metric(name, value, time_ms, point.step)
+            for name, value in point.values.items()
+            if math.isfinite(value)  # MLflow would draw infinity as 1.8e308
+        ]
+
+    def _send(self) -> None:
+        for start in range(0, len(self._waiting), BATCH):
+            self._client.log_batch(self._run_id, metrics=self._waiting[start : start + BATCH])
+        self._waiting, self._sent_s = [], time.monotonic()

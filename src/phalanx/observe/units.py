@@ -1,0 +1,52 @@
+"""What a loss is measured in and what is counted: nats per token for models of text, plain numbers for a user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Units:
+    """`loss`: "nats/token", or "" where only the objective's author knows. `items`: what targets are called."""
+
+    loss: str = "nats/token"
+    items: str = "tokens"
+
+    @property
+    def loss_in_words(self) -> str:
+        return "nats per token" if self.loss else "loss"
+
+    @property
+    def rate(self) -> str:
+        return f"{self.items}/s"
+
+    @property
+    def short_rate(self) -> str:
+        """For a line that is read over and over."""
+        return "tok/s" if self.items == "tokens" else self.rate
+
+
+TEXT = Units()
+OWN = Units(loss="", items="targets")
+
+
+def units_of(job: Mapping[str, Any]) -> Units:
+    """The units of a job (as JSON, perhaps damaged): those of text, unless objective or samples are the user's own."""
+    model, data = _table(job, "model"), _table(job, "data")
+    is_image = model.get("kind") == "vit" or "vit" in str(model.get("preset"))
+    if model.get("objective") or is_image or _is_factory(data.get("source")):
+        return OWN
+    return TEXT
+
+
+def _table(job: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = job.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _is_factory(source: Any) -> bool:
+    """True for "package.module:factory"; a path may hold a colon, too, but not between two dotted names."""
+    module, colon, name = source.partition(":") if isinstance(source, str) else ("", "", "")
+    return bool(colon) and all(part.isidentifier() for part in (*module.split("."), *name.split(".")))

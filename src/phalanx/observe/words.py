@@ -1,0 +1,94 @@
+"""Events as lines of text for people: one line each, safe for any terminal."""
+
+from __future__ import annotations
+
+import math
+
+from phalanx.core.units import format_bytes, format_count, format_seconds
+from phalanx.observe import events
+from phalanx.observe.events import Envelope, EvalFinished
+from phalanx.observe.units import TEXT, Units
+
+MAX_LINE, MAX_SAMPLE = 300, 100
+
+
+def printable(text: str, limit: int = 2000) -> str:
+    """One line without control characters: what a rank says must not move the cursor of whoever reads it."""
+    text = text.rstrip()
+    line = "".join(letter if letter.isprintable() else " " for letter in text[:limit])
+    return line if len(text) <= limit else line[:-1] + "…"
+
+
+def _squeezed(text: str, limit: int) -> str:
+    return printable(" ".join(text[: 4 * limit].split()), limit)
+
+
+def describe(envelope: Envelope, units: Units = TEXT) -> str | None:
+    """The line for an event that a person wants to know of, or None for the others."""
+    line = _words(envelope.event, units)
+    return None if line is None else _squeezed(line, MAX_LINE)
+
+
+def _words(event: events.Event, units: Units) -> str | None:
+    match event:
+        case events.RunStarted():
+            layout = " x ".join(f"{axis}={degree}" for axis, degree in event.layout.items() if degree > 1) or "one rank"
+            start = f", continues at step {event.step} from {event.restored_from}" if event.restored_from else ""
+            took = format_seconds(event.startup_s)
+            return f"{event.run}: {event.world_size} ranks on {event.device}, {layout}, started in {took}{start}"
+        case events.StepSkipped():
+            return f"skipped step {event.step}: {event.reason.replace('_', ' ')} ({_norm(event.grad_norm)})"
+        case events.EvalFinished():
+            return _evaluation(event, units)
+        case events.BaselineMeasured():
+            return f"baseline {event.name}: {event.loss:.4f} {units.loss}".rstrip()
+        case events.CheckpointSaved():
+            size, took = format_bytes(event.num_bytes), format_seconds(event.wall_s)
+            return f"saved checkpoint of step {event.step}: {event.path} ({size}, {took})"
+        case events.CheckpointFailed():
+            return f"checkpoint of step {event.step} failed: {event.reason} ({event.path})"
+        case events.TextGenerated():
+            return f"sample at step {event.step}: {_squeezed(event.prompt + event.text, MAX_SAMPLE)}"
+        case events.StopRequested():
+            return f"stopping after step {event.step}: {event.reason}"
+        case events.RankFailed():
+            where = f" at step {event.step}" + (f" in {event.phase}" if event.phase else "")
+            seen = f", seen after {format_seconds(event.detected_s)}"
+            return f"rank {event.failed_rank} failed{where}: {event.cause}, {_last_line(event.detail)}{seen}"
+        case events.RestartScheduled():
+            return f"restart {event.restart} of at most {event.budget}, from step {event.from_step}"
+        case events.RunFinished():
+            code = f", exit code {event.exit_code}" if event.exit_code else ""
+            return f"{event.status} at step {event.step} after {format_seconds(event.wall_s)}{code}"
+        case events.LoaderWorkerReplaced():
+            return f"a loader worker was replaced at step {event.step}: {event.reason}"
+        case events.SinkDropped():
+            lost = f"lost {event.num_dropped} events" if event.num_dropped else "dropped"
+            return f"sink {event.sink} {lost}: {event.reason}"
+        case events.Note():
+            # A note is for machines and the report, unless it says why something is not as one would expect.
+            return f"{event.code.replace('_', ' ')}: {event.facts['why']}" if "why" in event.facts else None
+    return None
+
+
+def _evaluation(event: EvalFinished, units: Units) -> str:
+    best = ""
+    if event.best_step == event.step:
+        best = ", the best so far"
+    elif event.best_step > 0:
+        best = f", best {event.best_loss:.4f} at step {event.best_step}"
+    sources = [f"{_squeezed(name, 60)} {loss:.4f}" for name, loss in event.loss_by_source.items()]
+    each = f": {', '.join(sources)}" if sources else ""
+    loss = f"held-out loss {event.loss:.4f} {units.loss}".rstrip()
+    size, took = f"{format_count(event.num_targets).replace(' ', '')} {units.items}", format_seconds(event.wall_s)
+    return f"{loss} at step {event.step}{best} ({size}, {took}){each}"
+
+
+def _norm(grad_norm: float) -> str:
+    return f"gradient norm {grad_norm:.3g}" if math.isfinite(grad_norm) else "gradient norm not finite"
+
+
+def _last_line(text: str) -> str:
+    """Of a traceback, the line that names the exception."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "no detail"

@@ -1,0 +1,73 @@
+"""From a job's [optim] to an optimizer whose state exists at once: memory is known, and loading is a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from phalanx.core.errors import LayoutError
+from phalanx.core.registry import resolve
+from phalanx.job.schema import Optim
+from phalanx.mesh.logical import LogicalShard, full_name, local_tensor, shard_of
+from phalanx.optim.groups import decay_groups
+
+OPTIMIZERS = "phalanx.optim.optimizers"
+
+
+class Trainable(Protocol):
+    """A module, or a ParallelModel around one."""
+
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]: ...
+
+
+def build_optimizer(model: Trainable, optim: Optim) -> torch.optim.Optimizer:
+    """The optimizer `optim.kind` over the trainable parameters of `model`.
+
+    An own one ("package.module:build") is called as `build(groups, optim)` and returns a torch optimizer. State that
+    it wants in checkpoints must exist when it returns: restoring copies into it.
+    """
+    parameters = [parameter for _, parameter in model.named_parameters()]  # first: it brings a sharded model to rest
+    module = getattr(model, "module", model)
+    assert isinstance(module, nn.Module)
+    groups = decay_groups(module, parameters)
+    if not (groups.decayed or groups.kept):
+        raise LayoutError(f"{type(module).__name__} has no parameter to train", fix="leave requires_grad of some on")
+    optimizer: Any = resolve(optim.kind, OPTIMIZERS, "build")(groups, optim)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise LayoutError(f"{optim.kind} returned {type(optimizer).__name__}, not a torch.optim.Optimizer")
+    return optimizer
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def optimizer_shards(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    model_shards: Mapping[str, LogicalShard],
+    *,
+    rank: int,
+    world_size: int,
+) -> dict[str, LogicalShard]:
+    """State as logical shards named `optim/<parameter>/<slot>`; slots of the parameter's shape share its boxes.
+
+    Slots of another shape (the update count) are the same on every rank.
+    """
+    shards: dict[str, LogicalShard] = {}
+    for raw_name, parameter in named_parameters:
+        name = full_name(raw_name)
+        for slot, value in optimizer.state.get(parameter, {}).items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            key = f"optim/{name}/{slot}"
+            owner = model_shards[name]
+            if tuple(value.shape) == owner.global_shape:
+                shards[key] = owner.like(key, local_tensor(value).detach())
+            else:
+                shards[key] = shard_of(key, value, replica=rank, num_replicas=world_size)
+    return shards

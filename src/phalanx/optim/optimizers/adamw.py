@@ -1,0 +1,27 @@
+"""AdamW with decoupled decay, fused."""
+
+from __future__ import annotations
+
+import torch
+
+from phalanx.job.schema import Optim
+from phalanx.optim.groups import Groups
+
+WEIGHT_DECAY = 0.1
+SLOTS = ("exp_avg", "exp_avg_sq")
+
+
+def build(groups: Groups, optim: Optim) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(
+        groups.with_decay(optim.weight_decay, auto=WEIGHT_DECAY),
+        lr=optim.lr,
+        betas=optim.betas,
+        eps=optim.eps,
+        fused=True,
+    )
+    for parameter in groups.parameters():
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            **{slot: torch.zeros_like(parameter, requires_grad=False) for slot in SLOTS},
+        }
+    return optimizer

@@ -1,0 +1,20 @@
+"""SGD with momentum, not fused: that kernel knows no sharded tensors. Decay is torch's: added to the gradient (L2)."""
+
+from __future__ import annotations
+
+import torch
+
+from phalanx.job.schema import Optim
+from phalanx.optim.groups import Groups
+
+WEIGHT_DECAY = 0.0
+
+
+def build(groups: Groups, optim: Optim) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(
+        groups.with_decay(optim.weight_decay, auto=WEIGHT_DECAY), lr=optim.lr, momentum=optim.momentum, foreach=True
+    )
+    if optim.momentum:
+        for parameter in groups.parameters():  # zeros: the first step then leaves the gradient itself, as torch does
+            optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter, requires_grad=False)}
+    return optimizer

@@ -1,0 +1,209 @@
+"""The layer behind synchronised BatchNorm: statistics of all ranks' microbatch, differentiable, on any device.
+
+torch's own SyncBatchNorm refuses CPU tensors; this is plain tensor code. One all-gather of (mean, squared deviations,
+count) per forward and one all-reduce per backward, both in at least fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from phalanx.core.errors import DataError
+from phalanx.core.phases import Phases
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Whose microbatch the statistics are of: that of all ranks, or this rank's own."""
+
+    phases: Phases
+    all: bool = True
+
+    def gather(self, mine: torch.Tensor) -> torch.Tensor:
+        """[ranks, *mine.shape]"""
+        if not self.all:
+            return mine[None]
+        every = torch.empty(dist.get_world_size(), mine.numel(), dtype=mine.dtype, device=mine.device)
+        with self.phases("collective", "all_gather BatchNorm statistics"):
+            dist.all_gather_into_tensor(every.view(-1), mine)
+        return every
+
+    def add_up(self, sums: torch.Tensor) -> None:
+        """In place."""
+        if self.all:
+            with self.phases("collective", "all_reduce BatchNorm gradients"):
+                dist.all_reduce(sums)
+
+
+@dataclass
+class Statistics:
+    """Of one microbatch: [C] per channel, over `count` elements (0-d) in all. At least fp32."""
+
+    mean: torch.Tensor
+    var: torch.Tensor
+    count: torch.Tensor
+
+
+@dataclass
+class Tape:
+    """The statistics of a block's forward, in the order of calls: its recomputation takes them from here.
+
+    Gathering them again would be right but needless, and the running ones must move once.
+    """
+
+    played: list[Statistics] = field(default_factory=list)
+    replay_at: int | None = None
+    """Where the recomputation stands; None while the forward records."""
+
+    def next(self) -> Statistics | None:
+        if self.replay_at is None:
+            return None
+        self.replay_at += 1
+        return self.played[self.replay_at - 1]
+
+
+class Synchronised(_BatchNorm):
+    """Stands between a module's own class and torch's `_BatchNorm`: the user's forward still comes first."""
+
+    _ranks: Ranks
+    _tape: Tape | None = None
+    _was_called = False
+
+    @torch.compiler.disable
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self._was_called = True
+        self._check_input_dim(input)
+        weight, bias = (None if p is None else p.to(_wide(input)) for p in (self.weight, self.bias))
+        tracks = self.running_mean is not None and self.running_var is not None
+        if not self.training and tracks:
+            mean, var = cast(torch.Tensor, self.running_mean), cast(torch.Tensor, self.running_var)
+            mean, var = mean.to(_wide(input)), var.to(_wide(input))
+            return F.batch_norm(input, mean, var, weight, bias, False, 0.0, self.eps)
+        found = self._tape.next() if self._tape is not None else None
+        if found is None:
+            found = _statistics(input.detach(), self._ranks)
+            if self._tape is not None:
+                self._tape.played.append(found)
+            if self.training and self.track_running_stats and tracks:
+                self._track(found)
+        output: torch.Tensor = _Normalise.apply(input, weight, bias, found, self.eps, self._ranks)
+        return output
+
+    @torch.no_grad()
+    def _track(self, found: Statistics) -> None:
+        """Move the running statistics, with the unbiased variance, as torch does; momentum None averages over all."""
+        factor = self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if factor is None:
+                factor = 1.0 / float(self.num_batches_tracked)
+        unbiased = found.var * (found.count / (found.count - 1))
+        for running, now in ((self.running_mean, found.mean), (self.running_var, unbiased)):
+            assert running is not None
+            running.mul_(1 - (factor or 0.0)).add_((factor or 0.0) * now.to(running.dtype))
+
+
+class AnyDimensions(Synchronised):
+    """For torch's SyncBatchNorm, which takes [N, C, ...] of any kind."""
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.ndim < 2:
+            raise ValueError(f"expected at least 2 dimensions, got {input.ndim}")
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def differing_buffers(module: nn.Module) -> list[torch.Tensor]:
+    """Buffers that may come to differ between ranks: all but those of synchronised BatchNorms."""
+    norms = [part for part in module.modules() if isinstance(part, Synchronised) and part._ranks.all]
+    same = {id(buffer) for norm in norms for buffer in norm.buffers()}
+    return [buffer for buffer in module.buffers() if id(buffer) not in same]
+
+
+def _per_channel(tensor: torch.Tensor) -> list[int]:
+    return [dim for dim in range(tensor.ndim) if dim != 1]
+
+
+def _spread(per_channel: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """[C] to [1, C, 1, ...]."""
+    return per_channel.view(1, -1, *(1,) * (like.ndim - 2))
+
+
+@torch.no_grad()
+def _statistics(input: torch.Tensor, ranks: Ranks) -> Statistics:
+    """Mean and variance over all ranks, from each rank's own (Chan et al. 1983), the same bits on every rank."""
+    channels, count = input.shape[1], input.numel() // max(1, input.shape[1])
+    mine = torch.zeros(2 * channels + 1, dtype=_wide(input), device=input.device)
+    if count:
+        var, mean = torch.var_mean(input.to(_wide(input)), dim=_per_channel(input), correction=0)
+        mine[:channels], mine[channels:-1], mine[-1] = mean, var * count, count
+    every = ranks.gather(mine)
+    means, squares, counts = every[:, :channels], every[:, channels:-1], every[:, -1:]
+    total = counts.sum()
+    if count <= 1 and total <= 1:  # asked only where it can be so: reading a number back stops a GPU
+        raise DataError(
+            f"BatchNorm needs more than 1 value per channel in training, and "
+            f"{'all ranks together have' if ranks.all else 'a rank has'} {int(total)}",
+            fix="use a larger train.micro_batch_size",
+        )
+    mean = (means * counts).sum(0) / total
+    var = (squares + counts * (means - mean).square()).sum(0) / total
+    return Statistics(mean, var, total)
+
+
+class _Normalise(torch.autograd.Function):
+    """(input - mean) / sqrt(var + eps) x weight + bias, where mean and var are functions of every rank's input."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        found: Statistics,
+        eps: float,
+        ranks: Ranks,
+    ) -> torch.Tensor:
+        ctx.ranks, ctx.has_bias = ranks, bias is not None
+        scale = torch.rsqrt(found.var + eps)
+        ctx.save_for_backward(input, weight, found.mean, scale, found.count)
+        return F.batch_norm(input, found.mean, found.var, weight, bias, False, 0.0, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: torch.Tensor) -> Any:  # type: ignore[override]
+        """With x^ the normalised input and <> the mean over all ranks: dx = (dy - <dy> - x^ <dy x^>) weight / std."""
+        input, weight, mean, scale, count = ctx.saved_tensors
+        wide = mean.dtype
+        dims = _per_channel(input)
+        grad = grad_output.to(wide)
+        centred = (input.to(wide) - _spread(mean, input)).mul_(_spread(scale, input))
+        grad_bias, grad_weight = grad.sum(dims), (grad * centred).sum(dims)
+        grad_input = None
+        if ctx.needs_input_grad[0]:
+            sums = torch.cat((grad_bias, grad_weight))
+            ctx.ranks.add_up(sums)
+            means = sums / count
+            channels = mean.numel()
+            factor = scale if weight is None else scale * weight
+            grad_input = grad - _spread(means[:channels], input)
+            grad_input -= centred.mul_(_spread(means[channels:], input))
+            grad_input = grad_input.mul_(_spread(factor, input)).to(input.dtype)
+        return (
+            grad_input,
+            grad_weight if weight is not None else None,
+            grad_bias if ctx.has_bias else None,
+            None,
+            None,
+            None,
+        )

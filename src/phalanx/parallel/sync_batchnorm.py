@@ -1,0 +1,72 @@
+"""BatchNorm over the microbatch of all data-parallel ranks: what one process computes on their concatenation.
+
+Modules are not replaced: each becomes an instance of a class derived from its own, so that names, types and hooks stay
+the user's, and a subclass that calls `super().forward` gets the statistics of all ranks, too.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from phalanx.core.errors import LayoutError
+from phalanx.parallel.batchnorm import AnyDimensions, Ranks, Synchronised
+from phalanx.parallel.protocol import Order, Workpiece
+from phalanx.plan.planner import Plan
+
+DERIVE = "derive it from nn.BatchNorm1d, 2d or 3d: phalanx synchronises those"
+
+
+class SyncBatchNorm:
+    order = Order.STATISTICS
+
+    def wanted(self, plan: Plan) -> bool:
+        """Also where nothing is synchronised but FSDP casts weights to bf16: torch's kernel takes no mixture."""
+        casts = plan.layout.dp_shard > 1 and plan.precision != "fp32"
+        return plan.layout.data_parallel_size > 1 and (plan.sync_batchnorm or casts)
+
+    def apply(self, piece: Workpiece) -> None:
+        layout = piece.plan.layout
+        assert layout.data_parallel_size == layout.world_size, "the statistics of a part of the ranks are not built"
+        for name, module in piece.root.module.named_modules():
+            if isinstance(module, _BatchNorm):
+                _synchronise(name, module, Ranks(piece.phases, all=piece.plan.sync_batchnorm))
+
+
+def _synchronise(name: str, module: _BatchNorm, ranks: Ranks) -> None:
+    """Change the class of `module` in place."""
+    original = type(module)
+    if isinstance(module, nn.SyncBatchNorm) and not ranks.all:
+        return
+    if isinstance(module, nn.SyncBatchNorm):  # torch's own, which refuses CPUs, as DDP does anything derived from it
+        if original is not nn.SyncBatchNorm:
+            raise LayoutError(f"{name} ({original.__name__}) is derived from torch's SyncBatchNorm", fix=DERIVE)
+        module.__class__ = AnyDimensions
+    else:
+        module.__class__ = _synchronised_class(original)
+    module._ranks = ranks
+    if ranks.all and original.forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+        module.register_forward_hook(functools.partial(_require_call, name, original.__name__))
+
+
+@functools.cache
+def _synchronised_class(original: type[_BatchNorm]) -> type[_BatchNorm]:
+    bases = (original, Synchronised)  # so that `super().forward` of a user's class finds ours before torch's
+    return type(f"Synchronised{original.__name__}", bases, {"__module__": original.__module__})
+
+
+def _require_call(name: str, class_name: str, module: nn.Module, args: Any, output: Any) -> None:
+    """A user's forward that never calls BatchNorm's would have used this rank's statistics alone."""
+    assert isinstance(module, Synchronised)
+    if not module._was_called and module.training:
+        raise LayoutError(
+            f"{name} ({class_name}) computes its own statistics, which no rank knows of",
+            why="its forward does not call super().forward",
+            fix="let it, or set parallel.sync_batchnorm=false to normalise over each rank's share",
+        )
+
+
+parallelism = SyncBatchNorm()

@@ -1,0 +1,91 @@
+"""Bytes that autograd keeps from the forward to the backward, tensor by tensor, for every shape of model.
+
+`c` is the size of the compute type: 4 in fp32, 2 in bf16. Tests compare this with what autograd saves. Experts and
+latent attention are not built: theirs is what a plain implementation would keep.
+"""
+
+from __future__ import annotations
+
+from phalanx.job.shape import ModelShape
+
+
+def block_bytes(shape: ModelShape, c: int, *, experts: bool) -> int:
+    """Of one block, for one token."""
+    norms = 2 * norm_bytes(shape, shape.dim, c) + 2 * (norm_input_bytes(shape, shape.dim, c) if shape.post_norms else 0)
+    attention = _latent_attention_bytes(shape, c) if shape.kv_rank else _attention_bytes(shape, c)
+    return norms + attention + (_experts_bytes(shape, c) if experts else _ffn_bytes(shape, shape.ffn_dim, c))
+
+
+def norm_bytes(shape: ModelShape, width: int, c: int) -> int:
+    """Of a norm whose output enters a matrix product, which keeps it."""
+    return norm_input_bytes(shape, width, c) + width * c
+
+
+def norm_input_bytes(shape: ModelShape, width: int, c: int) -> int:
+    """Of a norm alone. LayerNorm: its input, mean and deviation. RMSNorm: input and normalised input, both fp32."""
+    return width * c + 8 if shape.norm == "layernorm" else _rms_bytes(width)
+
+
+def _rms_bytes(width: int) -> int:
+    return 2 * 4 * width + 4
+
+
+def _attention_bytes(shape: ModelShape, c: int) -> int:
+    """q, k, v (key and value repeated to the query heads), the output, and one fp32 log-sum-exp per head.
+
+    Rotated queries lie head by head, and so does the output, which is copied before it enters its matrix. Norms of
+    queries and keys work on every head: one deviation each.
+    """
+    width = shape.num_heads * shape.head_dim
+    is_copied = shape.positions == "rope" and not shape.reads_images
+    kept = (5 if is_copied else 4) * width * c + 4 * shape.num_heads
+    return kept + ((shape.num_heads + shape.num_kv_heads) * _rms_bytes(shape.head_dim) if shape.qk_norm else 0)
+
+
+def _latent_attention_bytes(shape: ModelShape, c: int) -> int:
+    """Latents with their norms, then queries and keys of head_dim, values and output of value_head_dim."""
+    heads, latents = shape.num_heads, [rank for rank in (shape.query_rank, shape.kv_rank) if rank]
+    return (
+        sum(_rms_bytes(rank) + rank * c for rank in latents)
+        + heads * (2 * shape.head_dim + 3 * shape.value_head_dim) * c
+        + 4 * heads
+    )
+
+
+def _ffn_bytes(shape: ModelShape, width: int, c: int) -> int:
+    """With a gate: gate, its activation, up, and their product. Without: up and its activation."""
+    return (4 if shape.is_gated else 2) * width * c
+
+
+def _experts_bytes(shape: ModelShape, c: int) -> int:
+    """Router logits and probabilities in fp32; of each visited expert its input, its inside and its output."""
+    inside = _ffn_bytes(shape, shape.expert_ffn_dim, c)
+    routed = shape.experts_per_token * (2 * shape.dim * c + inside)
+    return 2 * 4 * shape.num_experts + routed + shape.num_shared_experts * inside
+
+
+def table_bytes(shape: ModelShape) -> int:
+    """Of one token: cosines and sines, in fp32, for each kind of block that has its own."""
+    if shape.reads_images or shape.positions != "rope":
+        return 0
+    return 4 * (shape.rope_head_dim or shape.head_dim) * _num_kinds(shape)
+
+
+def mask_bytes(shape: ModelShape, batch_size: int, seq_len: int, c: int, *, documents: bool) -> int:
+    """Of a microbatch: one mask for each kind of block that needs one; of documents, one for every sequence."""
+    if shape.reads_images:
+        return 0
+    has_window = 0 < shape.sliding_window < seq_len
+    if documents:
+        return batch_size * seq_len**2 * c * _num_kinds(shape)
+    return seq_len**2 * c if has_window and shape.num_local_layers else 0
+
+
+def _num_kinds(shape: ModelShape) -> int:
+    """2 if some blocks have a window and others have not."""
+    return 2 if 0 < shape.num_local_layers < shape.num_layers else 1
+
+
+def image_bytes(shape: ModelShape, c: int) -> int:
+    """Of one image, which the patches' matrix keeps."""
+    return shape.num_channels * shape.image_size**2 * c

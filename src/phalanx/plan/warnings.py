@@ -1,0 +1,233 @@
+"""What a job will probably regret, said before it starts: pure functions of job, plan and data. Torch-free.
+
+Each rule gives at most one warning, with the number it rests on and what to do. None of them refuses anything, and a
+job that does what the defaults do gets none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from phalanx.core.units import format_count
+from phalanx.job.schema import Job
+
+if TYPE_CHECKING:
+    from phalanx.plan.planner import Plan
+
+LARGE_BATCH_TOKENS = 2**18
+LARGE_BATCH_SAMPLES = 256  # where a sample has one target
+HIGH_LR = {"adamw": 1e-3, "sgd": 0.1}
+FEW_STATISTICS = 16  # samples under a BatchNorm: half as many make its variance uncertain by a half
+MAX_EPOCHS = 4.0  # beyond, repeated tokens are worth less and less (Muennighoff et al. 2023)
+NATS_OF_A_TOKEN = 2.0  # spread of one token's loss; it differs little between corpora
+MAX_UNCERTAINTY = 0.05  # nats, or part of the samples
+LONG_RUN_STEPS = 2_000
+BF16_PAYS_PARAMS = 10_000_000
+
+
+@dataclass(frozen=True)
+class EarlyWarning:
+    """`code` is stable; `text` holds the number and the remedy."""
+
+    code: str
+    text: str
+
+
+@dataclass(frozen=True)
+class SourceFacts:
+    """One source of tokens, and the part of the samples that it gives."""
+
+    name: str
+    share: float
+    num_train: int
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """What the warnings need of the data: tokens, or samples of the user's own dataset."""
+
+    unit: Literal["tokens", "samples"]
+    num_train: int
+    num_held_out: int
+    sources: tuple[SourceFacts, ...] = ()
+    """Of tokens; empty where there are samples."""
+
+
+Rule = Callable[["Job", "Plan", "DataFacts | None"], str | None]
+RULES: list[tuple[str, Rule]] = []
+
+
+def early_warnings(job: Job, plan: Plan, data: DataFacts | None = None) -> tuple[EarlyWarning, ...]:
+    """All that is known now. Without `data`, rules about data are silent."""
+    found = ((code, rule(job, plan, data)) for code, rule in RULES)
+    return tuple(EarlyWarning(code, text) for code, text in found if text is not None)
+
+
+def _rule(code: str) -> Callable[[Rule], Rule]:
+    def register(rule: Rule) -> Rule:
+        RULES.append((code, rule))
+        return rule
+
+    return register
+
+
+@_rule("no_warmup")
+def _no_warmup(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
+    if job.optim.warmup_steps:
+        return None
+    batch, tokens = plan.global_batch_size, plan.global_batch_size * plan.seq_len
+    high = HIGH_LR.get(job.optim.kind, math.inf)
+    remedy = f"set optim.warmup_steps, {max(1, min(job.train.steps // 20, 2000))} say"
+    if batch >= LARGE_BATCH_SAMPLES if _is_samples(job, data) else tokens >= LARGE_BATCH_TOKENS:
+        size = f"{batch:,} samples" if _is_samples(job, data) else f"{tokens:,} tokens"
+        return f"no warm-up with a large batch of {size}: the first steps are the ones that diverge; {remedy}"
+    if plan.peak_lr >= high:
+        return f"no warm-up at a learning rate of {plan.peak_lr:.3g}: the first steps may diverge; {remedy}"
+    return None
+
+
+@_rule("lr_ignores_batch")
+def _lr_ignores_batch(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
+    batch, reference = job.train.global_batch_size, job.optim.reference_batch_size
+    if job.optim.lr_scaling != "none" or reference is None or reference == batch:
+        return None
+    return (
+        f"the batch is {batch} and lr {job.optim.lr:.3g} was tuned for {reference}: it stays as it is; set "
+        "optim.lr_scaling=auto to let it follow"
+    )
+
+
+@_rule("few_batchnorm_samples")
+def _few_batchnorm_samples(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
+    norms, ranks = _measured(plan, "num_batchnorms"), plan.layout.data_parallel_size
+    micro = plan.micro_batch_size
+    if not norms:
+        return None
+    if not plan.sync_batchnorm and ranks > 1:
+        return (
+            f"{_plural(norms, 'BatchNorm layer')} see {micro} samples each, not the {micro * ranks} of all {ranks} "
+            "ranks, and keep rank 0's running statistics: results follow the layout; leave parallel.sync_batchnorm on"
+        )
+    if micro * ranks < FEW_STATISTICS:
+        return (
+            f"{_plural(norms, 'BatchNorm layer')} normalise over {micro * ranks} of {plan.global_batch_size} samples: "
+            "their statistics will be noisy; raise train.micro_batch_size or change the norm"
+        )
+    return None
+
+
+@_rule("dropout_depends_on_layout")
+def _dropout(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
+    layers, ranks = _measured(plan, "num_dropouts"), plan.layout.data_parallel_size
+    if not layers or ranks == 1:
+        return None
+    return (
+        f"{_plural(layers, 'dropout layer')} draw on each of {ranks} ranks: a run repeats itself, and another "
+        "number of ranks draws other masks; set the probability to 0 to compare layouts"
+    )
+
+
+@_rule("dataset_below_batch")
+def _dataset_below_batch(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
+    if data is None:
+        return None
+    samples, batch = _num_samples(plan, data), plan.global_batch_size
+    if samples >= batch:
+        return None
+    noun = "sequences" if data.unit == "tokens" else "samples"
+    return (
+        f"{samples} {noun} are fewer than the batch of {batch}: some come twice in a step; lower "
+        "train.global_batch_size"
+    )
+
+
+@_rule("many_epochs")
+def _many_epochs(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
+    """Of the source that is repeated most often."""
+    if data is None or not data.sources:
+        return None
+    step_tokens = plan.global_batch_size * plan.seq_len
+    worst = max(data.sources, key=lambda source: source.share / max(1, source.num_train))
+    epochs = job.train.steps * step_tokens * worst.share / max(1, worst.num_train)
+    if epochs <= MAX_EPOCHS:
+        return None
+    useful = max(1, int(MAX_EPOCHS * worst.num_train / (step_tokens * worst.share)))
+    remedy = "get more text" if len(data.sources) == 1 else "give it less weight, get more of it"
+    return (
+        f"{epochs:.1f} epochs over the {worst.num_train:,} tokens of {worst.name}: past about {MAX_EPOCHS:g}, repeated "
+        f"text teaches little; {remedy}, or stop at train.steps={useful}"
+    )
+
+
+@_rule("small_held_out")
+def _small_held_out(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
+    if data is None or not job.eval.tokens or not data.num_held_out:
+        return None
+    judged = min(data.num_held_out, job.eval.tokens)
+    if data.unit == "samples":
+        spread = 0.5 / judged**0.5
+        error = f"a share of them, an accuracy say, is uncertain by {spread:.0%}"
+    else:
+        spread = NATS_OF_A_TOKEN / judged**0.5
+        error = f"their loss is uncertain by about {spread:.2f} nats"
+    if spread <= MAX_UNCERTAINTY:
+        return None
+    remedy = "raise eval.tokens" if judged < data.num_held_out else "hold out more"
+    return f"{judged:,} held-out {data.unit} are few to judge by: {error}; {remedy}"
+
+
+@_rule("saved_at_the_end_only")
+def _saved_at_the_end_only(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
+    steps, kept = job.train.steps, job.checkpoint
+    if steps < LONG_RUN_STEPS or kept.every_steps or kept.every_minutes or job.eval.keep_best:
+        return None
+    when = "only after the last of" if kept.at_end else "never in"
+    return f"a checkpoint is saved {when} {steps:,} steps: a crash begins again; set checkpoint.every_minutes=10"
+
+
+@_rule("fp32_on_gpu")
+def _fp32_on_gpu(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
+    if plan.device != "cuda" or plan.precision != "fp32" or plan.num_params < BF16_PAYS_PARAMS:
+        return None
+    return (
+        f"{format_count(plan.num_params)} parameters in fp32 on a GPU: bf16 uses its tensor cores and half the memory "
+        "of activations; set precision.compute=bf16"
+    )
+
+
+def epoch_ends(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
+    """What happens to samples that do not fill a batch, which elsewhere are dropped. Of text nobody counts sequences.
+
+    Nothing to regret, and so no warning: a reason of the plan.
+    """
+    if data is None or data.unit == "tokens":
+        return None
+    batch, samples = plan.global_batch_size, data.num_train
+    rest = samples % batch
+    if not rest or samples < batch or job.train.steps * batch <= samples:
+        return None
+    return (
+        f"{samples:,} samples make {samples // batch:,} batches of {batch} and {rest} over: nothing is dropped, the "
+        f"batch that ends an epoch takes its other {batch - rest} from the next"
+    )
+
+
+def _plural(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _is_samples(job: Job, data: DataFacts | None) -> bool:
+    return data is not None and data.unit == "samples"
+
+
+def _num_samples(plan: Plan, data: DataFacts) -> int:
+    return data.num_train // plan.seq_len if data.unit == "tokens" else data.num_train
+
+
+def _measured(plan: Plan, what: str) -> int:
+    """A count from the user's own module; 0 for models of phalanx, which have neither BatchNorm nor dropout."""
+    measured = plan.shape.get("measured") or {}
+    return int(measured.get(what, 0))

@@ -1,0 +1,186 @@
+"""A dataset as one self-contained page: how long its documents are, where its tokens lie, which are frequent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.resources import files
+
+from phalanx.core.units import format_bytes, format_count
+from phalanx.data.dataset import Dataset
+from phalanx.data.stats import DatasetStats
+from phalanx.report.markup import Html, table, tag
+from phalanx.report.scales import Scale, scale_for, tick_texts
+from phalanx.report.words import plural
+
+_SIZE = 1000  # of the SVG's own coordinates, both ways
+_GAP = 0.08  # between columns, as a part of one
+_MOST_LABELS = 12
+_MOST_SHARDS = 40
+_CONTENT_SECURITY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
+
+def render(dataset: Dataset, found: DatasetStats) -> str:
+    """The page, as text."""
+    name = dataset.directory.resolve().name or str(dataset.directory)
+    style = Html(files("phalanx.report").joinpath("page.css").read_text("utf-8"))
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        Html(f'<meta http-equiv="Content-Security-Policy" content="{_CONTENT_SECURITY}">'),
+        tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),
+        tag("title", f"{name}, a dataset · phalanx"),
+        tag("link", rel="icon", href="data:,"),
+        tag("style", style),
+    )
+    main = tag("main", _lengths(found), _tokens(found), _origin(dataset), id="main")
+    footer = tag("footer", "Written by phalanx. This file is complete in itself and loads nothing.")
+    body = tag("body", tag("div", _header(name, dataset, found), main, footer, class_="page"))
+    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+
+
+def _header(name: str, dataset: Dataset, found: DatasetStats) -> Html:
+    used = f"{found.num_tokens_used:,} of them occur"
+    keys = [
+        ("Documents", f"{found.num_documents:,}", ""),
+        ("Tokens", format_count(found.num_tokens), f"{found.num_tokens:,}"),
+        ("Text", format_bytes(found.source_bytes), f"{found.tokens_per_byte:.3f} tokens per byte"),
+        ("On disk", format_bytes(found.num_bytes), plural(found.num_shards, "shard")),
+        ("Vocabulary", f"{found.vocab_size:,}", used),
+        ("Tokenizer", dataset.tokenizer.kind, f"digest {dataset.tokenizer.digest}"),
+        ("Median length", f"{found.quantiles[0.5]:,} tokens", f"mean {found.mean_length:,.0f}"),
+        ("Longest", f"{found.quantiles[1.0]:,} tokens", f"shortest {found.quantiles[0.0]:,}"),
+    ]
+    return tag(
+        "header",
+        tag("div", tag("h1", name), tag("span", "dataset", class_="status open"), class_="name"),
+        tag("p", f"Digest {dataset.digest}.", class_="when"),
+        tag("dl", [_key(*key) for key in keys], class_="keys"),
+    )
+
+
+def _key(name: str, value: str, detail: str) -> Html:
+    return tag("div", tag("dt", name), tag("dd", value, tag("small", detail) if detail else None))
+
+
+def _lengths(found: DatasetStats) -> Html:
+    ranges = [(bin.low, bin.high) for bin in found.bins]
+    documents = columns("Documents by length", "documents", ranges, [bin.num_documents for bin in found.bins], "g1")
+    tokens = columns("Tokens by length of their document", "tokens", ranges, [b.num_tokens for b in found.bins], "g4")
+    quantiles = table(
+        ["part of the documents", "at most this many tokens"],
+        [[f"{100 * part:g} %", f"{length:,}"] for part, length in found.quantiles.items()],
+        css_class="num",
+    )
+    rows = [[f"{b.low:,} to {b.high:,}", f"{b.num_documents:,}", f"{b.num_tokens:,}"] for b in found.bins]
+    numbers = table(["length in tokens", "documents", "tokens"], rows, css_class="num")
+    return tag(
+        "section",
+        tag("h2", "Length of documents"),
+        tag("div", documents, tokens, class_="pair"),
+        tag("p", "A column's range shows where one points at it, and in the numbers below.", class_="note"),
+        tag("div", quantiles, class_="block"),
+        tag("details", tag("summary", "The numbers of the pictures"), numbers),
+        id="lengths",
+    )
+
+
+def _tokens(found: DatasetStats) -> Html:
+    rows = [
+        [tag("code", _shown(t.text)), str(t.token), f"{t.count:,}", f"{100 * t.count / found.num_tokens:.2f} %"]
+        for t in found.frequent
+    ]
+    ranks = [[f"{rank:,}", f"{count:,}"] for rank, count in found.counts_by_rank]
+    return tag(
+        "section",
+        tag("h2", "Tokens"),
+        _rank_curve(found),
+        tag("details", tag("summary", "The numbers of the picture"), table(["rank", "times"], ranks, css_class="num")),
+        tag("div", table(["most frequent", "id", "times", "share"], rows, css_class="num"), class_="block"),
+        id="tokens",
+    )
+
+
+def _shown(text: str) -> str:
+    """White space as something one can see."""
+    if text == "(end of document)":
+        return text
+    return "".join({"\n": "⏎", "\t": "⇥", " ": "␣", "\r": "␍"}.get(letter, letter) for letter in text)
+
+
+def _origin(dataset: Dataset) -> Html:
+    manifest = dataset.manifest
+    inputs = [[str(one["source"]), f"{one['num_files']:,}", format_bytes(one["num_bytes"])] for one in manifest.inputs]
+    facts = [shard.facts for shard in dataset.shards[:_MOST_SHARDS]]
+    shards = [[f.file, f"{f.num_tokens:,}", f"{f.num_documents:,}", f"{f.max_token_id:,}", f.xxh3] for f in facts]
+    more = len(dataset.shards) - len(facts)
+    skipped = f"{plural(manifest.num_skipped_files, 'binary file')} and {plural(manifest.num_skipped_rows, 'null row')}"
+    replaced = f"bytes that are not UTF-8 were replaced in {plural(manifest.num_not_utf8, 'piece')} of text"
+    return tag(
+        "section",
+        tag("h2", "Where it comes from"),
+        table(["input", "files", "size"], inputs, css_class="num"),
+        tag("p", f"{skipped} were skipped; {replaced}.", class_="note"),
+        tag(
+            "details",
+            tag("summary", "Shards"),
+            table(["shard", "tokens", "documents", "largest id", "XXH3"], shards, css_class="num"),
+            tag("p", f"and {more:,} more", class_="note") if more else None,
+        ),
+        id="origin",
+    )
+
+
+def columns(title: str, y_label: str, ranges: Sequence[tuple[int, int]], values: Sequence[int], css_class: str) -> Html:
+    """A histogram: one column per range of lengths, whose numbers show where one points at it."""
+    scale = scale_for([0, *values], zero=True)
+    paths, names = [], []
+    every = -(-len(values) // _MOST_LABELS)
+    for number, ((low, high), value) in enumerate(zip(ranges, values, strict=True)):
+        left, right = (number + _GAP / 2) / len(values), (number + 1 - _GAP / 2) / len(values)
+        top = scale(value)
+        if value:
+            top = max(top, 0.004)  # one document of a million still shows
+            d = f"M{_SIZE * left:.1f} {_SIZE}V{_SIZE * (1 - top):.1f}H{_SIZE * right:.1f}V{_SIZE}Z"
+            paths.append(
+                tag("path", tag("title", f"{low:,} to {high:,} tokens: {value:,} {y_label}"), d=d, class_=css_class)
+            )
+        if number % every == 0:
+            names.append(tag("span", f"{low:,}", class_="xtick", style=f"left:{100 * (left + right) / 2:.2f}%"))
+    return _figure(title, y_label, "length in tokens", scale, paths, names)
+
+
+def _rank_curve(found: DatasetStats) -> Html:
+    """Rank and frequency, both logarithmic: a straight line is Zipf's law."""
+    xs = scale_for([rank for rank, _ in found.counts_by_rank], may_be_log=True, snug=True)
+    ys = scale_for([count for _, count in found.counts_by_rank], may_be_log=True)
+    places = [f"{_SIZE * xs(rank):.1f} {_SIZE * (1 - ys(count)):.1f}" for rank, count in found.counts_by_rank]
+    line = tag("path", d="M" + "L".join(places), class_="s0", vector_effect="non-scaling-stroke")
+    ticks = xs.ticks()
+    names = [
+        tag("span", text, class_="xtick", style=f"left:{100 * xs(tick):.2f}%")
+        for tick, text in zip(ticks, tick_texts(ticks), strict=True)
+    ]
+    title = "How often each token occurs, from the most frequent on"
+    return _figure(title, "times", "rank of the token", ys, [line], names)
+
+
+def _figure(title: str, y_label: str, x_label: str, scale: Scale, paths: list[Html], names: list[Html]) -> Html:
+    ticks = scale.ticks()
+    grid = [
+        tag("path", d=f"M0 {_SIZE * (1 - scale(tick)):.1f}H{_SIZE}", class_="grid", vector_effect="non-scaling-stroke")
+        for tick in ticks
+    ]
+    heights = [
+        tag("span", text, class_="ytick", style=f"bottom:{100 * scale(tick):.2f}%")
+        for tick, text in zip(ticks, tick_texts(ticks), strict=True)
+    ]
+    svg = tag(
+        "svg", grid, paths, viewBox=f"0 0 {_SIZE} {_SIZE}", preserveAspectRatio="none", role="img", aria_label=title
+    )
+    return tag(
+        "figure",
+        tag("figcaption", tag("h3", title)),
+        tag("div", tag("span", y_label, class_="ylabel"), class_="axis"),
+        tag("div", tag("div", svg, heights, names, class_="plot"), class_="row"),
+        tag("div", x_label, class_="xlabel"),
+    )

@@ -1,0 +1,91 @@
+"""A run's facts for programs: what `phalanx train --json` ends with and `phalanx report --json` prints."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from phalanx.checkpoint.manifest import list_checkpoints
+from phalanx.observe import events
+from phalanx.report.facts import RunFacts
+
+
+def run_json(facts: RunFacts) -> dict[str, Any]:
+    """Numbers that were never measured are None. Losses are per target: nats per token where `loss_unit` says so."""
+    finished = next((e.event for e in reversed(facts.story) if isinstance(e.event, events.RunFinished)), None)
+    steps = facts.steps
+    return {
+        "run_dir": str(facts.run_dir),
+        "name": facts.name,
+        "status": facts.status,
+        "exit_code": int(finished.exit_code) if finished and facts.is_finished else None,
+        "step": facts.last_step,
+        "total_steps": facts.total_steps,
+        "num_restarts": facts.num_restarts,
+        "num_steps_redone": facts.num_redone,
+        "num_steps_skipped": len(facts.skipped),
+        "loss_unit": facts.units.loss or None,
+        "final_loss": _number(steps.loss[-1]) if len(steps) else None,
+        "evaluations": [_evaluation(event) for event in facts.evals],
+        "best": _best(facts),
+        "baselines": [
+            {"name": event.name, "loss": _number(event.loss), "num_targets": int(event.num_targets)}
+            for event in facts.baselines
+        ],
+        "tokens_per_s": _number(facts.tokens_per_s),
+        "wall_s": _number(facts.wall_s),
+        "layout": facts.layout,
+        "world_size": facts.world_size,
+        "device": facts.device or None,
+        "memory": [_memory(rank, facts.memory[rank]) for rank in sorted(facts.memory)],
+        "checkpoints": _checkpoints(facts),
+        "warnings": list(facts.warnings),
+        "report": _report(facts),
+    }
+
+
+def _evaluation(event: events.EvalFinished) -> dict[str, Any]:
+    return {
+        "step": int(event.step),
+        "loss": _number(event.loss),
+        "num_targets": int(event.num_targets),
+        "loss_by_source": event.loss_by_source,
+        "wall_s": _number(event.wall_s),
+    }
+
+
+def _best(facts: RunFacts) -> dict[str, Any] | None:
+    """The best evaluation, and the checkpoint that was kept of it, if one was."""
+    best, kept = facts.best, facts.kept_best
+    if best is None:
+        return None
+    is_kept = kept is not None and kept.step == best.step
+    return {"step": int(best.step), "loss": best.loss, "checkpoint": kept.checkpoint if kept and is_kept else None}
+
+
+def _memory(rank: int, event: events.MemoryMeasured) -> dict[str, Any]:
+    return {
+        "rank": rank,
+        "predicted_bytes": event.predicted_bytes,
+        "measured_bytes": event.measured_bytes,
+        "runtime_bytes": int(event.runtime_bytes),
+    }
+
+
+def _checkpoints(facts: RunFacts) -> list[dict[str, Any]]:
+    """Those that are there, oldest first."""
+    sizes = {e.event.step: e.event.num_bytes for e in facts.story if isinstance(e.event, events.CheckpointSaved)}
+    found = []
+    for path in list_checkpoints(facts.run_dir):
+        step = int(path.name.removeprefix("step-"))
+        found.append({"step": step, "path": str(path.relative_to(facts.run_dir)), "num_bytes": sizes.get(step)})
+    return found
+
+
+def _report(facts: RunFacts) -> str | None:
+    path = facts.run_dir / "report.html"
+    return str(path) if path.exists() else None
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None

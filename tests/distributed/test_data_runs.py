@@ -1,0 +1,277 @@
+"""Whole runs on mixtures, shards and own datasets: the ledger proves what they read, and bad input is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from commands import TINY, Done, events, loss_curve, run, run_all, write_text
+from models import plan, shape
+from phalanx.core.errors import CheckpointError
+from phalanx.core.phases import Phases
+from phalanx.job.schema import Optim
+from phalanx.mesh.mesh import Mesh, open_mesh
+from phalanx.nn.models.decoder import Decoder
+from phalanx.observe.events import EvalFinished, Note, StepSkipped, TextGenerated
+from phalanx.optim.build import build_optimizer
+from phalanx.parallel.parallelize import parallelize
+from phalanx.plan.layout import Layout
+from phalanx.train.state import TrainState
+from ranks import run_ranks
+
+OWN = '''
+"""A dataset, models and objectives as a user might write them."""
+import os
+
+import numpy as np
+import torch
+
+
+class Sums:
+    """Eight numbers and their sum."""
+
+    def __init__(self, numbers):
+        self.numbers = numbers
+
+    def __len__(self):
+        return len(self.numbers)
+
+    def __getitem__(self, index):
+        inputs = np.sin(self.numbers[index] + np.arange(8, dtype=np.float32))
+        if index == 17 and os.environ.get("SAMPLE_17") == "broken":
+            raise ValueError("this picture cannot be decoded")
+        return {"inputs": inputs, "targets": torch.tensor(inputs.sum())}
+
+
+def sums(split):
+    return Sums(np.arange(100.0)) if split == "train" else Sums(np.arange(7.0))
+
+
+def shuffled_by_each_process(split):
+    return Sums(np.random.default_rng().permutation(100)) if split == "train" else None
+
+
+class Masked:
+    def __len__(self):
+        return 50
+
+    def __getitem__(self, index):
+        return {"inputs": np.full(8, index), "targets": np.full(8, -100)}
+
+
+def masked(split):
+    return Masked() if split == "train" else None
+
+
+def linear():
+    return torch.nn.Linear(8, 1)
+
+
+def squared(outputs, batch):
+    return (outputs[:, 0] - batch["targets"]).square().sum(), torch.tensor(len(outputs))
+
+
+class Bigram(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lookup = torch.nn.Embedding(257, 257)
+
+    def forward(self, inputs):
+        return self.lookup(inputs)
+
+
+def bigram():
+    return Bigram()
+'''
+BASE = ("train", "observe.sinks=[]", "optim.warmup_steps=2", "train.sample_tokens=0", "parallel.ranks=1")
+REGRESSION = (*BASE, "model.kind=own_code:linear", "model.objective=own_code:squared", "train.global_batch_size=8")
+
+MIXED = """
+[data]
+seq_len = 32
+document_masks = true
+workers = 1
+[[data.mixture]]
+source = "text"
+weight = 3.0
+[[data.mixture]]
+source = "shards"
+[observe]
+samples = true
+sinks = []
+"""
+
+
+@dataclass(frozen=True)
+class Runs:
+    folder: Path
+
+    def ledger(self, name: str, *options: str) -> Done:
+        return run("data", "ledger", name, *options, cwd=self.folder)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("runs")
+    write_text(folder / "text")
+    (folder / "own_code.py").write_text(OWN)
+    (folder / "mixed.toml").write_text(MIXED)
+    return Runs(folder)
+
+
+@pytest.fixture(scope="module")
+def mixed(runs: Runs) -> Path:
+    """A run over text and shards whose rank 1 is killed in step 8, and that starts again from step 5."""
+    built = run("data", "build", "text", "--out", "shards", "--workers", "1", cwd=runs.folder)
+    assert built.code == 0, built.err
+    keys = [key for key in TINY if not key.startswith(("data.", "observe.", "train.steps"))]
+    more = ["train.steps=10", "checkpoint.every_steps=5", "parallel.ranks=2", "run.dir=mixed", "eval.tokens=2000"]
+    fault = 'resilience.inject=["kill:rank=1,step=8,phase=backward"]'
+    done = run("train", "mixed.toml", *keys, *more, fault, "train.sample_tokens=8", cwd=runs.folder)
+    assert done.code == 0, done.err
+    assert "text (75.0% of the samples)" in done.out
+    return runs.folder / "mixed"
+
+
+def test_a_mixture_is_evaluated_by_source_and_asked_for_text(mixed: Path) -> None:
+    (evaluation,) = [envelope.event for envelope in events(mixed, EvalFinished)]
+    assert set(evaluation.loss_by_source) == {"text", "shards"}
+    low, high = sorted(evaluation.loss_by_source.values())
+    assert low <= evaluation.loss <= high
+    assert "no_baselines" in [envelope.event.code for envelope in events(mixed, Note)]
+    (text,) = [envelope.event for envelope in events(mixed, TextGenerated)]
+    assert text.prompt
+
+
+def test_the_ledger_holds_over_a_crash_and_a_resume_with_other_ranks_and_batches(runs: Runs, mixed: Path) -> None:
+    done = runs.ledger("mixed")
+    assert (done.code, done.out) == (
+        0,
+        "80 samples in 10 steps over 2 attempts, each exactly once (checksums as the tokens say)\n",
+    )
+    shutil.copytree(mixed, runs.folder / "longer")
+    more = (
+        "parallel.ranks=4",
+        "train.global_batch_size=12",
+        "train.steps=15",
+        "data.workers=0",
+        "resilience.inject=[]",
+    )
+    resumed = run("train", "--resume", "longer", *more, cwd=runs.folder)
+    assert resumed.code == 0, resumed.err
+    changed = [e.event.facts for e in events(runs.folder / "longer", Note) if e.event.code == "batch_size_changed"]
+    assert [(facts["step"], facts["samples_seen"]) for facts in changed] == [(10, 80)]
+    facts = json.loads(runs.ledger("longer", "--json").out)
+    assert (facts["num_samples"], facts["num_steps"], facts["ok"]) == (80 + 5 * 12, 15, True)
+    assert len(loss_curve(runs.folder / "longer")) == 15
+
+
+def test_the_ledger_finds_a_fault_in_a_runs_own_records(runs: Runs, mixed: Path) -> None:
+    shutil.copytree(mixed, runs.folder / "faulty")
+    (path,) = (runs.folder / "faulty" / "events").glob("rank-0001-attempt-01.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        if line["event"] == "samples_read" and line["step"] == 7:
+            line["ranges"] = [edge - 4 for edge in line["ranges"]]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = runs.ledger("faulty")
+    assert done.code == 11
+    assert "step 7: samples 48 to 51 are repeated" in done.out
+    assert "step 8: samples 52 to 55 are missing" in done.out
+
+
+def test_data_that_is_not_what_it_was_is_refused_before_a_rank_starts(runs: Runs, mixed: Path) -> None:
+    shutil.copytree(mixed, runs.folder / "flipped")
+    shard = runs.folder / "flipped" / "data" / "source-0" / "shard-00000.tokens"
+    content = bytearray(shard.read_bytes())
+    content[5_000] ^= 1
+    shard.write_bytes(content)
+    shutil.copytree(mixed, runs.folder / "rebuilt")
+    elsewhere = runs.folder / "elsewhere"
+    shutil.copytree(runs.folder / "shards", elsewhere)
+    shutil.rmtree(runs.folder / "shards")
+    try:
+        flipped, gone = run_all(
+            [("train", "--resume", name, "train.steps=12") for name in ("flipped", "rebuilt")], runs.folder
+        )
+    finally:
+        elsewhere.rename(runs.folder / "shards")
+    assert (flipped.code, gone.code) == (4, 4)
+    assert "source-0/shard-00000.tokens" in flipped.problem or "shards" in flipped.problem
+    assert "dataset.json" in gone.problem
+    assert "changed since the run began" in gone.problem
+
+
+def test_own_data_and_own_model_train_evaluate_and_prove_their_samples(runs: Runs) -> None:
+    keys = ("data.source=own_code:sums", "data.workers=1", "train.steps=60", "observe.samples=true", "optim.lr=0.01")
+    done = run(*REGRESSION, *keys, "eval.tokens=100", "run.dir=sums", cwd=runs.folder)
+    assert done.code == 0, done.err
+    assert "own_code:sums: 100 training samples, 7 held out" in done.out
+    curve = loss_curve(runs.folder / "sums")
+    assert curve[60] < curve[1] / 2
+    (evaluation,) = [envelope.event for envelope in events(runs.folder / "sums", EvalFinished)]
+    assert evaluation.num_targets == 7
+    assert runs.ledger("sums").out.startswith("480 samples in 60 steps, each exactly once")
+
+
+def test_what_cannot_be_trained_on_is_refused_or_skipped_and_said(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAMPLE_17", "broken")
+    tokens = (*BASE, "data.source=text", "model.kind=own_code:bigram", "eval.tokens=0", "data.seq_len=16")
+    broken, shuffled, masks = run_all(
+        [
+            (*REGRESSION, "data.source=own_code:sums", "train.steps=20", "run.dir=broken"),
+            (*REGRESSION, "data.source=own_code:shuffled_by_each_process", "run.dir=shuffled"),
+            (*tokens, "data.document_masks=true", "run.dir=masks"),
+        ],
+        runs.folder,
+    )
+    assert broken.code == 4
+    assert "own_code.py:21, sample 17 of own_code:sums: ValueError: this picture cannot be decoded" in broken.err
+    assert shuffled.code == 4
+    assert "it has another sample 0: it changed since the run began, or each process shuffles" in shuffled.err
+    assert masks.code == 3
+    assert "Bigram cannot keep documents apart: its forward takes no document_ids" in masks.err
+
+
+def test_steps_whose_targets_are_all_masked_are_skipped_and_said(runs: Runs) -> None:
+    model = ("model.num_layers=1", "model.dim=32", "model.num_heads=2", "model.vocab_size=64", "data.seq_len=8")
+    keys = ("data.source=own_code:masked", "train.steps=3", "train.global_batch_size=4", "run.dir=masked")
+    done = run(*BASE, *model, *keys, cwd=runs.folder)
+    assert done.code == 0, done.err
+    skipped = [envelope.event for envelope in events(runs.folder / "masked", StepSkipped)]
+    assert [(event.step, event.reason, event.first_sample) for event in skipped] == [
+        (1, "no_targets", 0),
+        (2, "no_targets", 4),
+        (3, "no_targets", 8),
+    ]
+
+
+def _restore_under_other_tokenizers(rank: int, folder: str) -> str:
+    """What is said when a state of tokenizer "aaaa" is restored for "bbbb"; AssertionError if anything changed."""
+
+    def state_of(mesh: Mesh, tokenizer: str) -> TrainState:
+        with torch.device("meta"):
+            module = Decoder(shape(num_layers=1))
+        model = parallelize(module, plan(1), mesh, seed=0)
+        return TrainState(model, build_optimizer(model, Optim()), 0, tokenizer)
+
+    with open_mesh(Layout(), device="cpu") as mesh:
+        path, _ = state_of(mesh, "aaaa").save(Path(folder), job_digest="", phases=Phases())
+        other = state_of(mesh, "bbbb")
+        before = {name: parameter.detach().clone() for name, parameter in other.model.named_parameters()}
+        with pytest.raises(CheckpointError) as caught:
+            other.restore(path, phases=Phases())
+        assert all(torch.equal(before[name], parameter) for name, parameter in other.model.named_parameters())
+        for fitting in ("aaaa", ""):
+            state_of(mesh, fitting).restore(path, phases=Phases())
+        return str(caught.value)
+
+
+def test_a_checkpoint_of_another_tokenizer_is_refused_untouched(tmp_path: Path) -> None:
+    (said,) = run_ranks(1, _restore_under_other_tokenizers, str(tmp_path))
+    assert "trained on tokens of tokenizer aaaa, and the data is of bbbb" in said

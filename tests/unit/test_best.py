@@ -1,0 +1,28 @@
+"""RUN/best.json: whole or absent, and whatever lies there instead is no answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from phalanx.checkpoint.best import BEST, Best, read_best, write_best
+from phalanx.core.files import read_json
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    assert read_best(tmp_path) is None
+    write_best(tmp_path, step=300, loss=1.25, num_targets=900)
+    assert read_best(tmp_path) == Best(300, 1.25, 900, "checkpoints/step-300")
+    assert read_json(tmp_path / BEST)["format"] == 1
+    write_best(tmp_path, step=400, loss=0.1 + 0.2, num_targets=900)
+    best = read_best(tmp_path)
+    assert best is not None
+    assert (best.step, best.loss) == (400, 0.1 + 0.2)
+    assert [path.name for path in tmp_path.iterdir()] == [BEST]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "{}", '{"step": "x", "loss": 1, "num_targets": 1}'])
+def test_a_damaged_file_is_no_best(tmp_path: Path, text: str) -> None:
+    (tmp_path / BEST).write_text(text)
+    assert read_best(tmp_path) is None

@@ -1,0 +1,61 @@
+"""Statistics of a dataset are those of its documents, counted one by one."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.cli._data_look import BAR_CELLS, bar
+from phalanx.data.build import build_dataset
+from phalanx.data.stats import QUANTILES, measure
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    lengths=st.lists(st.one_of(st.integers(1, 9), st.integers(200, 300), st.integers(1, 5000)), min_size=1, max_size=40)
+)
+def test_lengths_are_those_of_the_documents(tmp_path_factory: pytest.TempPathFactory, lengths: list[int]) -> None:
+    folder = tmp_path_factory.mktemp("stats")
+    (folder / "in").mkdir()
+    for number, length in enumerate(lengths):
+        (folder / "in" / f"{number:03d}.txt").write_text("x" * (length - 1))
+    if sum(lengths) == len(lengths):
+        (folder / "in" / "zzz.txt").write_text("yy")
+        lengths = [*lengths, 3]
+    # Shards so small that documents go on in the next one.
+    found = measure(build_dataset([str(folder / "in")], folder / "out", shard_bytes=700))
+    ordered = sorted(lengths)
+    assert found.num_documents == len(lengths)
+    assert found.num_tokens == sum(lengths)
+    assert found.mean_length == pytest.approx(np.mean(lengths))
+    assert found.quantiles == {part: ordered[max(1, math.ceil(part * len(ordered))) - 1] for part in QUANTILES}
+    for bin in found.bins:
+        held = [length for length in lengths if bin.low <= length <= bin.high]
+        assert (bin.num_documents, bin.num_tokens) == (len(held), sum(held))
+    assert found.bins[0].num_documents
+    assert found.bins[-1].num_documents
+    assert all(left.high + 1 == right.low for left, right in zip(found.bins, found.bins[1:], strict=False))
+    assert sum(bin.num_documents for bin in found.bins) == len(lengths)
+
+
+def test_tokens_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("aaabbc")
+    found = measure(build_dataset([str(tmp_path / "a.txt")], tmp_path / "out"))
+    counted = [(token.token, token.text, token.count) for token in found.frequent]
+    assert counted == [(97, "a", 3), (98, "b", 2), (99, "c", 1), (256, "(end of document)", 1)]
+    assert found.counts_by_rank == ((1, 3), (2, 2), (3, 1), (4, 1))
+    assert found.num_tokens_used == 4
+    assert found.tokens_per_byte == 7 / 6
+
+
+@pytest.mark.parametrize(
+    ("part", "drawn"), [(0.0, ""), (1.0, "█" * BAR_CELLS), (0.5, "█" * (BAR_CELLS // 2)), (1e-9, "▏"), (1 / 80, "▌")]
+)
+def test_bars_are_drawn_to_an_eighth_of_a_cell(part: float, drawn: str) -> None:
+    assert bar(part) == drawn
+    assert len(bar(part, fancy=False)) == len(drawn)

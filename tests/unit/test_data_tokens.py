@@ -1,0 +1,133 @@
+"""A split is one sequence over several arrays: what a concatenation of its documents holds, without making one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.data.tokens import PlainArray, choose_split, find_outside, hashed_numbers, split_tokens
+
+
+class Array:
+    """Tokens that say where they are, in documents of given lengths and numbers."""
+
+    def __init__(self, lengths: list[int], first_token: int, numbers: list[int]) -> None:
+        self.tokens = np.arange(first_token, first_token + sum(lengths)).astype("<u4")
+        self.ends = np.cumsum(lengths).astype(np.uint64)
+        self.keys = hashed_numbers(np.array(numbers, np.int64))
+
+
+def arrays_of(lengths: list[list[int]]) -> list[Array]:
+    arrays, first_token, number = [], 0, 0
+    for each in lengths:
+        arrays.append(Array(each, first_token, list(range(number, number + len(each)))))
+        first_token, number = first_token + sum(each), number + len(each)
+    return arrays
+
+
+def slow_split(arrays: list[Array], fraction: float) -> tuple[list[list[int]], list[list[int]]]:
+    """The documents of both sides, by Python."""
+    sides: tuple[list[list[int]], list[list[int]]] = ([], [])
+    for array in arrays:
+        start = 0
+        for end, key in zip(array.ends.tolist(), array.keys.tolist(), strict=True):
+            sides[key / 2**64 < fraction].append(array.tokens[start:end].tolist())
+            start = end
+    return sides
+
+
+lengths_of_arrays = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=12), min_size=1, max_size=5)
+
+
+@settings(deadline=None, max_examples=80)
+@given(lengths=lengths_of_arrays, fraction=st.sampled_from([0.1, 0.4, 0.9]), length=st.integers(1, 12))
+def test_a_split_by_document_is_the_concatenation_of_its_documents(
+    lengths: list[list[int]], fraction: float, length: int
+) -> None:
+    arrays = arrays_of(lengths)
+    splits = split_tokens(arrays, fraction, "document")
+    for sequence, documents in zip((splits.train, splits.held_out), slow_split(arrays, fraction), strict=True):
+        tokens = [token for document in documents for token in document]
+        ids = [number for number, document in enumerate(documents) for _ in document]
+        assert len(sequence) == len(tokens)
+        assert sequence[:].tolist() == tokens
+        assert sequence[3:11].tolist() == tokens[3:11]
+        assert sequence.num_documents == len(documents)
+        starts = np.arange(max(0, len(tokens) - length + 1))
+        windows = [tokens[start : start + length] for start in starts]
+        assert sequence.gather(starts, length).tolist() == windows
+        assert sequence.document_ids(starts, length).tolist() == [ids[start : start + length] for start in starts]
+
+
+@settings(deadline=None, max_examples=50)
+@given(lengths=lengths_of_arrays, fraction=st.floats(0.0, 0.99))
+def test_a_split_by_position_is_a_cut(lengths: list[list[int]], fraction: float) -> None:
+    arrays = arrays_of(lengths)
+    total = sum(map(sum, lengths))
+    splits = split_tokens(arrays, fraction, "position")
+    assert [*splits.train[:].tolist(), *splits.held_out[:].tolist()] == list(range(total))
+    held_out = min(total, max(2, int(np.ceil(total * fraction)))) if fraction else 0
+    assert len(splits.held_out) == held_out
+    every = splits.train.num_documents + splits.held_out.num_documents
+    assert every - len([n for each in lengths for n in each]) in (0, 1)  # one document may be cut in two
+
+
+def test_gather_takes_starts_of_any_shape() -> None:
+    sequence = split_tokens([PlainArray.of(np.arange(50))], 0.0, "position").train
+    starts = np.array([[0, 7], [40, 47]])
+    assert sequence.gather(starts, 3).tolist() == (starts[..., None] + np.arange(3)).tolist()
+    assert sequence.gather(np.zeros((0,), np.int64), 3).shape == (0, 3)
+
+
+def test_a_document_that_two_shards_share_is_one() -> None:
+    arrays = [Array([3, 4], 0, [1, 2]), Array([5, 6], 7, [2, 3])]
+    splits = split_tokens(arrays, 0.0, "position")
+    assert splits.train.num_documents == 3
+    assert splits.train.document_ends().tolist() == [3, 12, 18]
+
+
+def test_the_same_documents_are_held_out_however_they_lie() -> None:
+    arrays = arrays_of([[5] * 40, [5] * 60])
+    one = [Array([5] * 100, 0, list(range(100)))]
+    assert split_tokens(arrays, 0.3, "document").held_out[:].tolist() == (
+        split_tokens(one, 0.3, "document").held_out[:].tolist()
+    )
+    fewer = split_tokens(one, 0.1, "document").held_out[:].tolist()
+    assert set(fewer) < set(split_tokens(one, 0.3, "document").held_out[:].tolist())
+
+
+@pytest.mark.parametrize(
+    ("lengths", "fraction", "seq_len", "expected"),
+    [
+        ([[5] * 100], 0.3, 10, "document"),
+        ([[5] * 100], 0.0, 10, "position"),
+        ([[500]], 0.3, 10, "position"),  # one document
+        ([[5] * 100], 0.3, 450, "position"),  # training would have no sequence
+        ([[5] * 100], 1e-6, 10, "position"),  # nothing would be held out
+    ],
+)
+def test_documents_decide_unless_a_side_would_be_left_without_a_sequence(
+    lengths: list[list[int]], fraction: float, seq_len: int, expected: str
+) -> None:
+    assert choose_split(arrays_of(lengths), fraction, seq_len) == expected
+
+
+def test_ten_million_documents_take_no_loop() -> None:
+    """By its structure, not by a clock: extents are neighbours joined, so few documents held out make few extents."""
+    array = Array([1], 0, [0])
+    array.ends = np.arange(1, 10_000_001).astype(np.uint64)
+    array.keys = hashed_numbers(np.arange(10_000_000))
+    array.tokens = np.zeros(10_000_000, np.uint16)
+    splits = split_tokens([array], 0.001, "document")
+    assert splits.train.num_tokens + splits.held_out.num_tokens == 10_000_000
+    assert 9_000 < splits.held_out.num_documents == splits.held_out.num_tokens < 11_000
+
+
+def test_the_first_token_outside_a_vocabulary_is_found() -> None:
+    tokens = np.zeros(100, np.int32)
+    assert find_outside(tokens, 1) is None
+    tokens[40], tokens[70] = 9, -3
+    assert find_outside(tokens, 9) == (40, 9)
+    assert find_outside(tokens, 10) == (70, -3)

@@ -1,0 +1,208 @@
+"""A user's own dataset: stacked as they would expect, and what cannot be a batch is said with its sample."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from phalanx.core.errors import DataError, LayoutError
+from phalanx.data.loader import Share, held_out_batches
+from phalanx.data.prepare import prepare_corpus
+from phalanx.data.user_dataset import UserSamples, collate
+from phalanx.job.own_dataset import is_own_dataset
+from phalanx.job.schema import Data
+
+
+class Listed:
+    """A dataset of given samples."""
+
+    def __init__(self, samples: list[object]) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> object:
+        return self.samples[index]
+
+
+def batch_of(*samples: object) -> dict[str, np.ndarray]:
+    return UserSamples(Listed(list(samples)), "own:data", 0, shuffled=False).take(np.arange(len(samples)))
+
+
+def test_arrays_tensors_and_numbers_are_stacked() -> None:
+    batch = batch_of(
+        {"inputs": np.ones((2, 3), np.float16), "t": torch.zeros(4), "n": 3, "x": 0.5, "y": np.float64(2), "b": True},
+        {"inputs": np.zeros((2, 3), np.float16), "t": torch.ones(4), "n": 4, "x": 1, "y": np.float64(3), "b": False}
+        | {"x": 1.0},
+    )
+    types = {name: (array.dtype.name, array.shape) for name, array in batch.items()}
+    assert types == {
+        "inputs": ("float16", (2, 2, 3)),
+        "t": ("float32", (2, 4)),
+        "n": ("int64", (2,)),
+        "x": ("float32", (2,)),
+        "y": ("float32", (2,)),
+        "b": ("int64", (2,)),
+    }
+    assert batch["t"].tolist() == [[0] * 4, [1] * 4]
+    wide = batch_of({"inputs": np.zeros(3), "meant": torch.zeros(3, dtype=torch.float64)})
+    assert (wide["inputs"].dtype, wide["meant"].dtype) == (np.float32, np.float64)
+
+
+@pytest.mark.parametrize(
+    ("samples", "said"),
+    [
+        (([1, 2],), "a sample must be a dict of arrays, tensors or numbers (it is list)"),
+        (((np.zeros(3), 1),), "it is tuple"),
+        (({},), "(it is dict)"),
+        (({"inputs": np.zeros(3)}, {"inputs": np.zeros(4)}), "'inputs' of different shapes ((3,) in sample 0, (4,)"),
+        (({"inputs": 1}, {"inputs": 1.5}), "'inputs' of different types (int64 in sample 0, float32 in sample 1)"),
+        (({"inputs": 1}, {"inputs": 1, "mask": 2}), "sample 1 has ['inputs', 'mask']"),
+        (({"inputs": 1, "name": "cat"},), "'name' is no number and no array of numbers (str)"),
+        (({"inputs": [[1, 2], [3]]},), "sample 0"),
+    ],
+)
+def test_what_cannot_be_a_batch(samples: tuple[object, ...], said: str) -> None:
+    with pytest.raises(DataError) as caught:
+        batch_of(*samples)
+    assert said in str(caught.value)
+    assert "own:data" in str(caught.value)
+
+
+def test_nothing_is_shared_with_the_samples() -> None:
+    array = np.zeros(3)
+    batch = collate([{"inputs": array}], [0], "own:data")
+    batch["inputs"][:] = 1
+    assert array.sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("package.module:factory", True),
+        ("module:factory.inner", True),
+        ("s3://bucket", False),
+        ("a b:c", False),
+        ("notes.txt", False),
+        (":x", False),
+    ],
+)
+def test_a_name_of_a_dataset_is_told_from_a_file(source: str, expected: bool) -> None:
+    assert is_own_dataset(source) is expected
+
+
+def test_a_file_of_that_name_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert is_own_dataset("notes:today")
+    Path("notes:today").write_text("a file")
+    assert not is_own_dataset("notes:today")
+
+
+# Before the ranks start: the factory is called in a process of its own
+
+FACTORIES = """
+class Data:
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return {"inputs": index, "targets": index}
+
+
+def good(split, length=20, held_out=7):
+    length = length if split == "train" else held_out
+    return Data(length) if length is not None else None
+
+
+def raises(split):
+    raise RuntimeError("no disk")
+
+
+def a_list_of_nothing(split):
+    return []
+
+
+def an_iterator(split):
+    return iter([1, 2])
+
+
+def tuples(split):
+    return [(1, 2)]
+
+
+def dies(split):
+    import os
+    print("the library says why", flush=True)
+    os._exit(3)
+"""
+
+
+@pytest.fixture
+def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
+    (tmp_path / "own_factories.py").write_text(FACTORIES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own_factories", raising=False)
+
+    def prepare_one(name: str, **args: object) -> object:
+        return prepare_corpus(Data(source=f"own_factories:{name}", args=args), tmp_path / "data", vocab_size=None)
+
+    return prepare_one
+
+
+def test_the_facts_of_a_dataset_are_known_before_the_start(prepare: Callable[..., object]) -> None:
+    corpus = prepare("good", length=12)
+    assert (corpus.user.num_train, corpus.user.num_held_out) == (12, 7)
+    assert (corpus.vocab_size, corpus.tokenizer(), corpus.sequences("train")) == (None, None, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("raises", "own_factories.py:19, data.source own_factories:raises, split 'train': RuntimeError: no disk"),
+        ("a_list_of_nothing", "the dataset is empty"),
+        ("an_iterator", "has no __len__"),
+        ("tuples", "a sample must be a dict of arrays, tensors or numbers (it is tuple)"),
+        ("dies", "the library says why"),
+    ],
+)
+def test_a_dataset_that_cannot_be_used(prepare: Callable[..., object], tmp_path: Path, name: str, said: str) -> None:
+    with pytest.raises(DataError) as caught:
+        prepare(name)
+    assert said in str(caught.value)
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_factory_that_does_not_exist(prepare: Callable[..., object]) -> None:
+    with pytest.raises(LayoutError, match="has no 'goood'"):
+        prepare("goood")
+
+
+def test_held_out_samples_are_dealt_once_and_in_equally_many_batches(prepare: Callable[..., object]) -> None:
+    corpus = prepare("good")
+    for num_ranks, micro in itertools.product((1, 2, 3, 5, 7), (1, 2, 4)):
+        shares = [Share(micro * num_ranks, micro, num_ranks, rank) for rank in range(num_ranks)]
+        found = [held_out_batches(corpus, share, seq_len=1, max_tokens=100, seed=0)[""] for share in shares]
+        ranks = [[batch["targets"].tolist() for batch in batches] for batches in found]
+        assert len({len(batches) for batches in ranks}) == 1
+        assert sorted(target for batches in ranks for batch in batches for target in batch) == list(range(7))
+
+
+def test_no_held_out_dataset_is_no_evaluation(prepare: Callable[..., object]) -> None:
+    corpus = prepare("good", held_out=None)
+    assert held_out_batches(corpus, Share(4, 4), seq_len=1, max_tokens=100, seed=0) == {}
+
+
+def test_fewer_held_out_samples_than_ranks_are_refused(prepare: Callable[..., object]) -> None:
+    corpus = prepare("good")
+    with pytest.raises(DataError, match="7 held-out samples cannot be shared by 8 data-parallel ranks"):
+        held_out_batches(corpus, Share(8, 1, 8, 0), seq_len=1, max_tokens=100, seed=0)

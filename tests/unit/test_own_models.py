@@ -1,0 +1,161 @@
+"""A module and an objective that phalanx has never seen: what reaches them, and what is said of mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from models import plan
+from phalanx.core.errors import DataError, LayoutError
+from phalanx.mesh.mesh import Mesh
+from phalanx.nn.probe import describe
+from phalanx.parallel.calling import call_with_batch
+from phalanx.parallel.model import ParallelModel
+from phalanx.parallel.parallelize import parallelize
+from phalanx.plan.layout import Layout
+
+Batch = Mapping[str, torch.Tensor]
+BATCH = {"inputs": torch.ones(3, 4), "mask": torch.zeros(3, 4), "labels": torch.tensor([0, 1, 1])}
+
+
+class TwoInputs(nn.Module):
+    """Returns a tuple; `mask` is needed, `scale` is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.linear(x + mask) * scale, mask
+
+
+class Keywords(TwoInputs):
+    def forward(self, **batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return super().forward(batch["pixels"], batch["mask"])
+
+
+class NeedsTargets(TwoInputs):
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self.linear(x) + targets
+
+
+def cross_entropy(outputs: Any, batch: Batch) -> tuple[torch.Tensor, int]:
+    return F.cross_entropy(outputs[0], batch["labels"], reduction="sum"), len(outputs[0])
+
+
+def parallel(module: nn.Module) -> ParallelModel:
+    return parallelize(module, plan(1), Mesh(Layout(), 0, 0, torch.device("cpu")))
+
+
+def test_inputs_come_first_and_what_forward_names_by_name() -> None:
+    """What it does not name is for the objective."""
+    args, kwargs = call_with_batch(TwoInputs(), BATCH)
+    assert args == (BATCH["inputs"],)
+    assert kwargs == {"mask": BATCH["mask"]}
+
+
+def test_a_batch_without_inputs_goes_by_name() -> None:
+    batch = {"pixels": BATCH["inputs"], "mask": BATCH["mask"], "targets": BATCH["labels"]}
+    assert call_with_batch(Keywords(), batch) == ((), {"pixels": batch["pixels"], "mask": batch["mask"]})
+
+
+def test_several_inputs_and_a_tuple_of_outputs_train() -> None:
+    """Against the loss that torch computes."""
+    module = TwoInputs()
+    wanted = F.cross_entropy(module.linear(BATCH["inputs"]), BATCH["labels"]).item()
+    model = parallel(module)
+    assert model.finish_step(model.forward_backward([BATCH], cross_entropy)).loss == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("module", "batch", "words"),
+    [
+        (TwoInputs(), {"inputs": torch.ones(3, 4)}, ["TwoInputs needs mask", "inputs float32 [3, 4]", "dataset"]),
+        (TwoInputs(), {"mask": torch.ones(3, 4)}, ["TwoInputs needs x", "mask float32 [3, 4]"]),
+        (TwoInputs(), {"labels": torch.ones(3)}, ["names nothing of a batch with labels"]),
+        (NeedsTargets(), BATCH | {"targets": torch.ones(3)}, ["needs targets (targets are for the objective alone)"]),
+    ],
+)
+def test_what_forward_needs_and_a_batch_lacks_is_named(module: nn.Module, batch: Batch, words: list[str]) -> None:
+    with pytest.raises(LayoutError) as refused:
+        call_with_batch(module, batch)
+    assert [word for word in words if word not in str(refused.value)] == []
+
+
+def mean(outputs: Any, batch: Batch) -> Any:
+    return F.cross_entropy(outputs[0], batch["labels"])
+
+
+def three(outputs: Any, batch: Batch) -> Any:
+    return mean(outputs, batch), 3, 3
+
+
+def each(outputs: Any, batch: Batch) -> Any:
+    return F.cross_entropy(outputs[0], batch["labels"], reduction="none"), 3
+
+
+def counts(outputs: Any, batch: Batch) -> Any:
+    return mean(outputs, batch), batch["labels"]
+
+
+def number(outputs: Any, batch: Batch) -> Any:
+    return mean(outputs, batch).item(), 3
+
+
+def detached(outputs: Any, batch: Batch) -> Any:
+    return mean(outputs, batch).detach(), 3
+
+
+@pytest.mark.parametrize(
+    ("objective", "words"),
+    [
+        (mean, ["a float32 tensor of shape []", "return (loss_sum, num_targets)"]),
+        (three, ["a tuple of 3", "return (loss_sum, num_targets)"]),
+        (each, ["loss_sum is a float32 tensor of shape [3]"]),
+        (counts, ["num_targets is a int64 tensor of shape [3]"]),
+        (number, ["loss_sum is a float"]),
+        (detached, ["loss_sum has no gradient", "detach()"]),
+    ],
+)
+def test_an_objective_that_returns_something_else_is_told_what_to_return(objective: Any, words: list[str]) -> None:
+    with pytest.raises(LayoutError) as refused:
+        parallel(TwoInputs()).forward_backward([BATCH], objective)
+    assert [word for word in words if word not in str(refused.value)] == []
+
+
+def test_a_name_that_the_batch_lacks_is_told_with_those_it_has() -> None:
+    def reads_targets(outputs: Any, batch: Batch) -> Any:
+        return F.cross_entropy(outputs[0], batch["targets"], reduction="sum"), 3
+
+    with pytest.raises(DataError, match=r"no 'targets' \(it has inputs float32 \[3, 4\], .*, labels int64 \[3\]\)"):
+        parallel(TwoInputs()).forward_backward([BATCH], reads_targets)
+
+
+def test_the_users_own_error_carries_the_shapes_of_the_batch() -> None:
+    wrong = BATCH | {"inputs": torch.ones(3, 5), "mask": torch.zeros(3, 5)}
+    with pytest.raises(RuntimeError, match="mat1 and mat2") as raised:
+        parallel(TwoInputs()).forward_backward([wrong], cross_entropy)
+    assert raised.value.__notes__ == ["the batch: inputs float32 [3, 5], mask float32 [3, 5], labels int64 [3]"]
+
+
+def test_a_lazy_module_is_refused_until_it_has_seen_a_sample() -> None:
+    lazy = nn.Sequential(nn.LazyLinear(2))
+    with pytest.raises(LayoutError, match=r"0\.weight is not known yet.*call it once with a sample"):
+        parallel(lazy)
+    lazy(torch.ones(1, 4))
+    assert parallel(lazy).shards()["0.weight"].global_shape == (2, 4)
+
+
+def reads_its_weights() -> nn.Module:
+    module = TwoInputs()
+    assert module.linear.weight.sum().item() < 100  # no meta tensor can tell
+    return module
+
+
+def test_a_factory_that_reads_its_weights_is_described_with_weights() -> None:
+    assert describe("test_own_models:reads_its_weights", {})["num_params"] == 10

@@ -1,0 +1,85 @@
+"""The peak learning rate follows the batch by rule, and says why."""
+
+from __future__ import annotations
+
+import pytest
+
+from models import CPU
+from phalanx.core.errors import JobError
+from phalanx.job.load import load_job
+from phalanx.job.rate import PeakRate, peak_rate, reference_on_resume
+from phalanx.job.schema import Job
+from phalanx.plan.planner import Plan, describe, make_plan
+
+
+def job(batch: int, **optim: object) -> Job:
+    return Job.model_validate({"train": {"global_batch_size": batch}, "optim": {"lr": 3e-3} | optim})
+
+
+@pytest.mark.parametrize(
+    ("optim", "lr"),
+    [
+        ({}, 3e-3),
+        ({"reference_batch_size": 16}, 3e-3),
+        ({"lr_scaling": "auto", "reference_batch_size": 64}, 3e-3),
+        ({"lr_scaling": "auto", "reference_batch_size": 16}, 6e-3),
+        ({"lr_scaling": "linear", "reference_batch_size": 16}, 12e-3),
+        ({"lr_scaling": "sqrt", "reference_batch_size": 256}, 1.5e-3),
+        ({"kind": "sgd", "lr_scaling": "auto", "reference_batch_size": 16}, 12e-3),
+        ({"kind": "sgd", "lr_scaling": "sqrt", "reference_batch_size": 16}, 6e-3),
+    ],
+)
+def test_a_batch_of_64(optim: dict[str, object], lr: float) -> None:
+    assert peak_rate(job(64, **optim)).lr == pytest.approx(lr, rel=1e-12)
+
+
+def test_it_says_why() -> None:
+    def why(**optim: object) -> str:
+        return peak_rate(job(64, reference_batch_size=16, **optim)).why
+
+    assert why(lr_scaling="auto") == (
+        "lr 0.003 x sqrt(64/16) = 0.006: batch 64 instead of 16; Adam follows the square root (Malladi et al. 2022)"
+    )
+    assert why(lr_scaling="auto", kind="sgd") == (
+        "lr 0.003 x 64/16 = 0.012: batch 64 instead of 16; SGD follows the batch (Goyal et al. 2017)"
+    )
+    assert why(lr_scaling="linear").endswith("linear, as the job says")
+
+
+def test_the_plan_has_the_rate_and_the_reason() -> None:
+    scaled = job(64, lr_scaling="auto", reference_batch_size=16)
+    plan = make_plan(scaled, cluster=CPU)
+    assert PeakRate(plan.peak_lr, plan.reasons[-1]) == peak_rate(scaled)
+    assert f"why     {peak_rate(scaled).why}" in describe(plan)
+    assert Plan.from_json(plan.to_json()).peak_lr == plan.peak_lr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["optim.lr_scaling=auto"], "set optim.reference_batch_size"),
+        (["optim.lr_scaling=linear"], "nothing says which that was"),
+        (
+            ["optim.kind=mine:build", "optim.lr_scaling=auto", "optim.reference_batch_size=4"],
+            "no rule is known for your own",
+        ),
+        (["optim.kind=sdg"], 'did you mean "sgd"?'),
+        (["optim.weight_decay=none"], 'wanted a number of at least 0 or "auto"'),
+        (["optim.momentum=1"], "optim.momentum"),
+        (["optim.reference_batch_size=0"], "optim.reference_batch_size"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(overrides: list[str], said: str) -> None:
+    with pytest.raises(JobError) as refused:
+        load_job(None, overrides)
+    assert said in str(refused.value)
+
+
+def test_a_resumed_run_refers_to_the_batch_it_had() -> None:
+    """Only where a rule is asked for now, and nothing else was said."""
+    bigger = "train.global_batch_size=64"
+    assert reference_on_resume(job(16), [bigger]) == []
+    assert reference_on_resume(job(16), [bigger, "optim.lr_scaling=none"]) == []
+    assert reference_on_resume(job(16), [bigger, "optim.lr_scaling=auto"]) == ["optim.reference_batch_size=16"]
+    assert reference_on_resume(job(16), ["optim.lr_scaling=auto", "optim.reference_batch_size=8"]) == []
+    assert reference_on_resume(job(16, reference_batch_size=8), ["optim.lr_scaling=auto"]) == []
