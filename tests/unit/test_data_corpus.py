@@ -422,7 +422,7 @@ def test_tokens_that_are_there_are_checked_against_the_model_of_today(library: P
     refused(lambda: prepare(library, tmp_path / "text", seq_len=10_000), "not enough tokens", "10001 needed")
     np.save(tmp_path / "ids.npy", np.array([1, 2, 3, 9, 2, 1]))
     prepare(tmp_path / "ids.npy", tmp_path / "ids")
-    refused(lambda: prepare(tmp_path / "ids.npy", tmp_path / "ids", vocab_size=9), "ids.npy: token 3", "token 9")
+    refused(lambda: prepare(tmp_path / "ids.npy", tmp_path / "ids", vocab_size=9), "ids.npy: position 3", "token 9")
 
 
 # Refusals
@@ -521,9 +521,9 @@ def test_something_that_is_not_a_regular_file(tmp_path: Path, out_dir: Path) -> 
         (np.zeros((), np.int32), "0-D"),
         (np.zeros(9), "1-D float64"),
         (np.zeros(9, bool), "1-D bool"),
-        (np.array([1, 2, -7, 3]), "token 2: token id -7 is negative"),
-        (np.array([1, 2, 2**32, 3]), "token 2: token 4294967296"),
-        (np.array([1, 2, 2**64 - 1], np.uint64), "token 2"),
+        (np.array([1, 2, -7, 3]), "position 2: token id -7 is negative"),
+        (np.array([1, 2, 2**32, 3]), "position 2: token 4294967296"),
+        (np.array([1, 2, 2**64 - 1], np.uint64), "position 2"),
         (np.array(["a", 1], object), "not a readable .npy file"),
     ],
 )
@@ -541,11 +541,13 @@ def test_a_damaged_npy(tmp_path: Path, out_dir: Path, length: int) -> None:
 
 def test_tokens_beyond_the_models_vocabulary(tmp_path: Path, library: Path, shards: Path, out_dir: Path) -> None:
     refused_without_trace(library, out_dir, "token 256 does not fit", "the end of a document", vocab_size=256)
-    refused_without_trace(shards, out_dir, "shard-00000.tokens: token 11", "token 256", vocab_size=256)
+    refused_without_trace(shards, out_dir, "shard-00000.tokens: position 11", "token 256", vocab_size=256)
     ids = np.zeros(2_000_000, np.uint16)
     ids[1_500_000] = 50
     np.save(tmp_path / "ids.npy", ids)
-    refused_without_trace(tmp_path / "ids.npy", out_dir, "token 1500000: token 50", "vocabulary of 50", vocab_size=50)
+    refused_without_trace(
+        tmp_path / "ids.npy", out_dir, "position 1500000: token 50", "vocabulary of 50", vocab_size=50
+    )
     assert prepare(tmp_path / "ids.npy", out_dir, vocab_size=51).vocab_size == 51
 
 

@@ -113,7 +113,7 @@ def test_both_files_are_needed(tmp_path: Path, missing: str) -> None:
     prefix = write(tmp_path, DOCUMENTS)
     Path(f"{prefix}.{missing}").unlink()
     there = {"bin": "idx", "idx": "bin"}[missing]
-    with pytest.raises(DataError, match="both files are needed"):
+    with pytest.raises(DataError, match=r"a \.bin with its \.idx"):
         prepare(f"{prefix}.{there}", tmp_path / "data")
 
 
@@ -144,5 +144,5 @@ def test_a_flipped_bit_is_found_before_a_run_goes_on(tmp_path: Path) -> None:
 
 
 def test_negative_ids_are_refused_by_their_place(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"corpus\.bin: token 1: token id -7 is negative"):
+    with pytest.raises(DataError, match=r"corpus\.bin: position 1: token id -7 is negative"):
         prepare(write(tmp_path, [[[1, -7, 2, 3, 4, 5]]]), tmp_path / "data")

@@ -21,7 +21,7 @@ from phalanx.core.errors import ResourceError, UsageError
 from phalanx.core.files import open_run_directory, resource_error, write_bytes_atomic, write_json_atomic
 from phalanx.data.corpus import MANIFEST, Corpus, verify_corpus
 from phalanx.data.prepare import prepare_corpus
-from phalanx.job.model import fixed_vocab_size, refuse_untrainable
+from phalanx.job.model import fixed_vocab_size, refuse_other_data, refuse_untrainable
 from phalanx.job.schema import Job
 from phalanx.launch.paths import next_attempt
 from phalanx.launch.supervisor import Outcome
@@ -55,6 +55,7 @@ def prepared_run(job: Job, run_dir: Path, *, resume: bool, num_ranks: int | None
     shape = foreign_shape(job)
     check_needs(job, cluster.device)
     refuse_untrainable(job)
+    refuse_other_data(job)
     make_plan(job, cluster=cluster, num_ranks=num_ranks, shape=shape)  # refuse a bad layout before writing anything
     with _new_run_directory(run_dir) as keep:
         is_new = not (run_dir / "data" / MANIFEST).exists()

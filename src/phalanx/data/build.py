@@ -306,7 +306,7 @@ def _check_room(todo: list[Task], encoder: Tokenizer, out: Path) -> None:
         raise ResourceError(
             f"the dataset needs about {format_bytes(needed)} and {format_bytes(free)} are free",
             where=str(out),
-            fix="free space there or give another --out",
+            fix="free space there or choose another place",
         )
 
 

@@ -55,7 +55,9 @@ def open_megatron(bin_path: Path, idx_path: Path) -> MegatronFile:
         num_bytes = bin_path.stat().st_size
     except OSError as error:
         missing = error.filename or str(idx_path)
-        raise DataError("cannot be read", where=str(missing), why=error.strerror, fix="both files are needed") from None
+        raise DataError(
+            "cannot be read", where=str(missing), why=error.strerror, fix="a Megatron dataset is a .bin with its .idx"
+        ) from None
     dtype, lengths, pointers, boundaries = _read_index(index, idx_path)
     itemsize = np.dtype(dtype).itemsize
     ends = np.cumsum(lengths)

@@ -168,7 +168,7 @@ def check_ids(opened: Opened, vocab_size: int) -> None:
             continue
         found = find_outside(array.tokens, vocab_size)
         if found is not None:
-            raise outside(found[1], vocab_size, f"{path}: token {found[0]}")
+            raise outside(found[1], vocab_size, f"{path}: position {found[0]}")
 
 
 def outside(token: int, vocab_size: int, where: str) -> DataError:
@@ -193,7 +193,7 @@ def _largest(tokens: Tokens, path: Path) -> int:
         chunk = np.asarray(tokens[start : start + CHUNK_TOKENS])
         found = find_outside(chunk, MAX_VOCAB_SIZE)
         if found is not None:
-            raise outside(found[1], MAX_VOCAB_SIZE, f"{path}: token {start + found[0]}")
+            raise outside(found[1], MAX_VOCAB_SIZE, f"{path}: position {start + found[0]}")
         largest = max(largest, int(chunk.max()))
     return largest
 

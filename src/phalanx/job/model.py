@@ -135,7 +135,7 @@ def _is_one_to_one(key: str, *resolved: dict[str, Any]) -> bool:
 
 
 def refuse_untrainable(job: Job) -> None:
-    """Raises LayoutError for what can be planned and not trained: some models, and those without data they can read."""
+    """Raises LayoutError for models that are planned and not trained."""
     if job.model.is_foreign:
         return
     shape = shape_of(job, vocab_size=1)
@@ -146,7 +146,13 @@ def refuse_untrainable(job: Job) -> None:
             f"a model with {' and '.join(missing)} can be planned and cannot be trained yet",
             fix="use phalanx plan, or another model.preset",
         )
-    if shape.reads_images and (job.data.mixture or not is_own_dataset(job.data.source)):
+
+
+def refuse_other_data(job: Job) -> None:
+    """Raises LayoutError for a model that cannot read the job's data. A plan alone may be made without data."""
+    if job.model.is_foreign or not shape_of(job, vocab_size=1).reads_images:
+        return
+    if job.data.mixture or not is_own_dataset(job.data.source):
         raise LayoutError(
             f"the model reads images, and data.source {job.data.source!r} holds tokens",
             fix='give your own dataset: data.source = "package.module:factory"',
