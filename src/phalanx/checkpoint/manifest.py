@@ -149,7 +149,12 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     return [entry for _, entry in sorted(found)]
 
 
+def step_of(directory: Path) -> int:
+    """The step in a checkpoint's name."""
+    return int(directory.name.removeprefix("step-"))
+
+
 def newest_step(run_dir: Path) -> int:
     """The step of the newest committed checkpoint, 0 if there is none."""
     found = list_checkpoints(run_dir)
-    return int(found[-1].name.removeprefix("step-")) if found else 0
+    return step_of(found[-1]) if found else 0

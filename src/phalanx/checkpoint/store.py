@@ -21,6 +21,7 @@ from phalanx.checkpoint.manifest import (
     checkpoint_directory,
     read_manifest,
 )
+from phalanx.checkpoint.retention import REMOVED
 from phalanx.checkpoint.shard_file import DTYPES, Bytes, CheckedFile, Entry, Source, StoredFile, write_file
 from phalanx.checkpoint.verify import require_whole_directory
 from phalanx.core.errors import CheckpointError
@@ -80,8 +81,9 @@ def clean_up(run_dir: Path) -> None:
 
     For the one process that holds the run directory's lock.
     """
-    for left in (run_dir / "checkpoints").glob(".step-*.partial"):
-        shutil.rmtree(left, ignore_errors=True)
+    for ending in (".partial", REMOVED):
+        for left in (run_dir / "checkpoints").glob(f".step-*{ending}"):
+            shutil.rmtree(left, ignore_errors=True)
     for left in (run_dir / "checkpoints").glob(".step-*.replaced"):
         whole = left.with_name(left.name.removeprefix(".").removesuffix(".replaced"))
         if not whole.exists():
