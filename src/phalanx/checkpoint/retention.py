@@ -1,4 +1,4 @@
-"""Which checkpoints to keep: the last few, milestones, the best, and always the newest one that verifies. Torch-free."""
+"""Which checkpoints stay: the last few, milestones, the best, and always the newest that verifies. Torch-free."""
 
 from __future__ import annotations
 
