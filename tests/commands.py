@@ -17,7 +17,8 @@ from typing import Any
 
 import psutil
 
-from phalanx.checkpoint.manifest import list_checkpoints, read_manifest, verify_file
+from phalanx.checkpoint.manifest import list_checkpoints, read_manifest
+from phalanx.checkpoint.verify import verify_checkpoint
 from phalanx.observe.events import Envelope, Event, parse_line
 
 PHALANX = [sys.executable, "-m", "phalanx"]
@@ -189,10 +190,8 @@ def weights(run_dir: Path, step: int | None = None) -> dict[str, str]:
     """Checksum by file of the newest checkpoint (or that of `step`), each verified against its bytes."""
     saved = list_checkpoints(run_dir)
     directory = saved[-1] if step is None else run_dir / "checkpoints" / f"step-{step}"
-    manifest = read_manifest(directory)
-    for name, stored in manifest.files.items():
-        verify_file(directory, name, stored)
-    return {name: stored.xxh3 for name, stored in manifest.files.items()}
+    assert verify_checkpoint(directory) == []
+    return {name: stored.chunks_xxh3 for name, stored in read_manifest(directory).files.items()}
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, int]]:

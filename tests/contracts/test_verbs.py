@@ -115,7 +115,7 @@ def test_a_sub_verb_explains_itself(verb: str, sub_verb: str, capsys: pytest.Cap
 
 @pytest.mark.parametrize("verb", GROUPS)
 def test_a_misspelt_sub_verb_is_corrected(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    name = next(iter(importlib.import_module(f"phalanx.cli.{verb}").COMMANDS))
+    name = max(importlib.import_module(f"phalanx.cli.{verb}").COMMANDS, key=len)
     assert _app.run([verb, name[:-1] + "x"]) == 2
     captured = capsys.readouterr()
     assert f'did you mean "{name}"?' in captured.err

@@ -35,6 +35,7 @@ from commands import (
     weights,
     write_text,
 )
+from phalanx.checkpoint.verify import verify_checkpoint
 from phalanx.cli import _app
 from phalanx.observe.events import CheckpointFailed, CheckpointSaved
 
@@ -446,6 +447,12 @@ def test_a_damaged_checkpoint_is_refused_whole(finished: Path, tmp_path: Path, d
     assert len(done.err.splitlines()) == 1, done.err
     assert str(victim.relative_to(folder)) in done.err
     assert facts(folder / "run") == before
+    done = run("train", "--resume", "run", "--fallback", "train.steps=12", cwd=folder)
+    assert done.code == 0, done.err
+    assert "step-10 cannot be used, going back to the one before" in done.out
+    assert victim.name in done.out
+    assert verify_checkpoint(checkpoint) == []  # written again on the way
+    assert weights(folder / "run", 5) == weights(finished / "run", 5)
 
 
 def facts(run_dir: Path) -> dict[str, bytes]:

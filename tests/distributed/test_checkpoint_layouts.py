@@ -7,6 +7,7 @@ import pickle
 import resource
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from models import LAYOUTS, global_batches, plan, shape, share
 from phalanx.checkpoint import store
-from phalanx.checkpoint.manifest import MANIFEST, body_xxh3, file_xxh3, list_checkpoints, read_manifest
+from phalanx.checkpoint.chunks import StoredFile
+from phalanx.checkpoint.manifest import MANIFEST, body_xxh3, list_checkpoints, read_manifest
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import Phases
 from phalanx.job.schema import Optim
@@ -306,7 +308,7 @@ def point_outside(body: dict[str, Any]) -> None:
 def plant_pickle(directory: Path) -> None:
     path = directory / FILE
     path.write_bytes(pickle.dumps(Canary(directory.parent / "executed")))
-    stored = {"num_bytes": path.stat().st_size, "xxh3": file_xxh3(path)}
+    stored = asdict(StoredFile.of(path))
     edit(directory, lambda body: body["files"].update({FILE: stored}))
 
 
@@ -314,7 +316,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "flipped bit in a tensor": ("not those that were written", lambda d: flip(d / FILE, -3)),
     "flipped bit in a header": ("not those that were written", lambda d: flip(d / FILE, 20)),
     "truncated file": ("bytes, not the", lambda d: (d / FILE).write_bytes((d / FILE).read_bytes()[:-1])),
-    "missing file": ("cannot be read", lambda d: (d / FILE).unlink()),
+    "missing file": ("is missing", lambda d: (d / FILE).unlink()),
     "swapped files": ("written", swap_files),
     "missing manifest": ("never committed", lambda d: (d / MANIFEST).unlink()),
     "truncated manifest": ("cannot be read", lambda d: (d / MANIFEST).write_bytes((d / MANIFEST).read_bytes()[:200])),
@@ -335,7 +337,9 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "piece of other dimensions": ("damaged", lambda d: edit(d, lambda b: pieces(b)[0].update(offset=[0], size=[4]))),
     "other type in the file": ("I64", lambda d: edit(d, lambda b: pieces(b)[1].update(key="count#0"))),
     "unknown key": ("loading", lambda d: edit(d, lambda b: pieces(b)[0].update(key="big#9"))),
-    "other format": ("format 2 is not 1", lambda d: edit(d, lambda b: b.update(format=2))),
+    "other format": ("format 3 is not 2", lambda d: edit(d, lambda b: b.update(format=3))),
+    "other chunks": ("damaged", lambda d: edit(d, lambda b: b.update(chunk_bytes=1 << 20))),
+    "file nobody wrote": ("stray is in it", lambda d: (d / "stray").write_bytes(b"x")),
     "pickle": ("loading", plant_pickle),
 }
 

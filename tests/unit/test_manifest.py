@@ -8,19 +8,17 @@ from typing import Any
 
 import pytest
 
+from phalanx.checkpoint.chunks import StoredFile
 from phalanx.checkpoint.manifest import (
     MANIFEST,
     Manifest,
     Piece,
-    StoredFile,
     StoredTensor,
     body_xxh3,
     checkpoint_directory,
-    file_xxh3,
     list_checkpoints,
     newest_step,
     read_manifest,
-    verify_file,
 )
 from phalanx.core.errors import CheckpointError, ExitCode
 
@@ -31,7 +29,7 @@ ONE = Manifest(
     facts={"seed": 3, "note": "é"},
     tensors={"w": StoredTensor((4, 2), "float32", (Piece("a.safetensors", "w#0", (0, 0), (4, 2)),))},
     aliases={"head.weight": "w"},
-    files={"a.safetensors": StoredFile(100, "00ff")},
+    files={"a.safetensors": StoredFile(100, "00ff00ff00ff00ff")},
 )
 
 
@@ -96,18 +94,6 @@ def test_a_part_of_the_wrong_kind_is_damage(tmp_path: Path, key: str, value: Any
         return
     with pytest.raises(CheckpointError, match="damaged"):
         read_manifest(write(tmp_path, body))
-
-
-def test_files_are_verified_by_size_and_content(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"12345")
-    good = StoredFile(5, file_xxh3(tmp_path / "a"))
-    verify_file(tmp_path, "a", good)
-    with pytest.raises(CheckpointError, match="5 bytes, not the 6"):
-        verify_file(tmp_path, "a", StoredFile(6, good.xxh3))
-    with pytest.raises(CheckpointError, match="not those that were written"):
-        verify_file(tmp_path, "a", StoredFile(5, "0" * 16))
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        verify_file(tmp_path, "b", good)
 
 
 def test_checkpoints_are_listed_in_order_of_steps(tmp_path: Path) -> None:

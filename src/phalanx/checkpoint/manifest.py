@@ -11,10 +11,11 @@ from typing import Any
 
 import xxhash
 
+from phalanx.checkpoint.chunks import CHUNK_BYTES, StoredFile
 from phalanx.core.digest import canonical_json
 from phalanx.core.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-(\d+)")
 
@@ -37,12 +38,6 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
-class StoredFile:
-    num_bytes: int
-    xxh3: str
-
-
-@dataclass(frozen=True)
 class Manifest:
     """`facts` is what a TrainState says besides tensors (step, tokens, cursor, seed)."""
 
@@ -56,7 +51,7 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """The manifest's text as JSON, with its own checksum."""
-        body = {"format": FORMAT, **asdict(self)}
+        body = {"format": FORMAT, "chunk_bytes": CHUNK_BYTES, **asdict(self)}
         return {**body, "xxh3": body_xxh3(body)}
 
     @property
@@ -101,7 +96,9 @@ def _parse(body: Mapping[str, Any]) -> Manifest:
         )
         for name, t in body["tensors"].items()
     }
-    files = {_file_name(name): StoredFile(int(f["num_bytes"]), str(f["xxh3"])) for name, f in body["files"].items()}
+    if body["chunk_bytes"] != CHUNK_BYTES:
+        raise ValueError(f"chunks of {body['chunk_bytes']} bytes")
+    files = {_file_name(name): _stored_file(name, facts) for name, facts in body["files"].items()}
     for name, tensor in tensors.items():
         for piece in tensor.pieces:
             if piece.file not in files:
@@ -120,36 +117,18 @@ def _parse(body: Mapping[str, Any]) -> Manifest:
     )
 
 
+def _stored_file(name: str, facts: Mapping[str, Any]) -> StoredFile:
+    stored = StoredFile(int(facts["num_bytes"]), str(facts["chunks_xxh3"]))
+    if not re.fullmatch(r"([0-9a-f]{16})*", stored.chunks_xxh3) or len(stored.chunks_xxh3) != 16 * stored.num_chunks:
+        raise ValueError(f"{name} has {len(stored.chunks_xxh3)} digits of checksums for {stored.num_bytes} bytes")
+    return stored
+
+
 def _file_name(name: Any) -> str:
     """A plain file name: a manifest cannot point outside its directory."""
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9._-]{1,128}", name) or name.startswith("."):
         raise ValueError(f"bad file name {name!r}")
     return name
-
-
-def file_xxh3(path: Path) -> str:
-    """XXH3-64 of a file's bytes, in hex."""
-    hasher = xxhash.xxh3_64()
-    with open(path, "rb") as file:
-        while chunk := file.read(4 << 20):
-            hasher.update(chunk)
-    return hasher.hexdigest()
-
-
-def verify_file(directory: Path, name: str, stored: StoredFile) -> None:
-    """Raise CheckpointError unless `name` has exactly the bytes that were written."""
-    path = directory / name
-    try:
-        size = path.stat().st_size
-        if size != stored.num_bytes:
-            raise CheckpointError(f"{size} bytes, not the {stored.num_bytes} that were written", where=str(path))
-        found = file_xxh3(path)
-    except OSError as error:
-        raise CheckpointError("a file of the checkpoint cannot be read", where=str(path), why=str(error)) from None
-    if found != stored.xxh3:
-        raise CheckpointError(
-            "its bytes are not those that were written", where=str(path), why=f"xxh3 {found}, not {stored.xxh3}"
-        )
 
 
 def checkpoint_directory(run_dir: Path, step: int) -> Path:
@@ -170,7 +149,12 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     return [entry for _, entry in sorted(found)]
 
 
+def step_of(directory: Path) -> int:
+    """The step in a checkpoint's name."""
+    return int(directory.name.removeprefix("step-"))
+
+
 def newest_step(run_dir: Path) -> int:
     """The step of the newest committed checkpoint, 0 if there is none."""
     found = list_checkpoints(run_dir)
-    return int(found[-1].name.removeprefix("step-")) if found else 0
+    return step_of(found[-1]) if found else 0

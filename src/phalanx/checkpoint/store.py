@@ -7,42 +7,29 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
+from phalanx.checkpoint.chunks import StoredFile
 from phalanx.checkpoint.manifest import (
     MANIFEST,
     Manifest,
     Piece,
-    StoredFile,
     StoredTensor,
     checkpoint_directory,
-    file_xxh3,
     read_manifest,
-    verify_file,
 )
+from phalanx.checkpoint.retention import REMOVED
+from phalanx.checkpoint.shard_file import DTYPES, Bytes, CheckedFile, Entry, Source, write_file
+from phalanx.checkpoint.verify import require_whole_directory
 from phalanx.core.errors import CheckpointError
 from phalanx.core.files import fsync_directory, write_json_atomic
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import Box, LogicalShard
 from phalanx.mesh.mesh import Mesh
-
-_STORED_AS = {
-    "float64": "F64",
-    "float32": "F32",
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
 
 
 def save(
@@ -65,26 +52,26 @@ def save(
     rank fails, every rank raises CheckpointError and nothing is left but the checkpoints that were there before.
     """
     final = checkpoint_directory(run_dir, step)
-    partial = final.with_name(f".{final.name}.partial")
+    unfinished = final.with_name(f".{final.name}.partial")
     with phases("ckpt_stage"):
         with _agreed(mesh, final, "preparing a checkpoint"):
             if mesh.rank == 0:
                 clean_up(run_dir)
-                partial.mkdir(parents=True)
+                unfinished.mkdir(parents=True)
     try:
         with phases("ckpt_write"):
             with _agreed(mesh, final, "writing a checkpoint") as outcome:
-                outcome["mine"] = _write_mine(partial, shards, mesh.rank)
+                outcome["mine"] = _write_mine(unfinished, shards, mesh.rank)
             written = outcome["all"]
         manifest = _assemble(step, job_digest, mesh, facts, aliases, shards, written)
         before_commit()
         with phases("before_commit"):
             with _agreed(mesh, final, "committing a checkpoint"):
                 if mesh.rank == 0:
-                    _commit(partial, final, manifest)
+                    _commit(unfinished, final, manifest)
     except CheckpointError:
         if mesh.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(unfinished, ignore_errors=True)
         raise
     with phases("after_commit"):
         return final, manifest.num_bytes
@@ -95,8 +82,9 @@ def clean_up(run_dir: Path) -> None:
 
     For the one process that holds the run directory's lock.
     """
-    for left in (run_dir / "checkpoints").glob(".step-*.partial"):
-        shutil.rmtree(left, ignore_errors=True)
+    for ending in (".partial", REMOVED):
+        for left in (run_dir / "checkpoints").glob(f".step-*{ending}"):
+            shutil.rmtree(left, ignore_errors=True)
     for left in (run_dir / "checkpoints").glob(".step-*.replaced"):
         whole = left.with_name(left.name.removeprefix(".").removesuffix(".replaced"))
         if not whole.exists():
@@ -112,7 +100,7 @@ def _agreed(mesh: Mesh, where: Path, doing: str) -> Iterator[dict[str, Any]]:
     error = None
     try:
         yield outcome
-    except (OSError, SafetensorError, CheckpointError) as caught:
+    except (OSError, CheckpointError) as caught:
         error = str(caught)
     results = mesh.gather_json([error, outcome["mine"]])
     failed = [f"rank {rank}: {message}" for rank, (message, _) in enumerate(results) if message is not None]
@@ -123,7 +111,7 @@ def _agreed(mesh: Mesh, where: Path, doing: str) -> Iterator[dict[str, Any]]:
 
 def _write_mine(directory: Path, shards: Mapping[str, LogicalShard], rank: int) -> dict[str, Any]:
     """Write the blocks this rank owns to one safetensors file; of replicas each writes an equal part."""
-    tensors: dict[str, torch.Tensor] = {}
+    sources: list[Source] = []
     pieces: dict[str, list[dict[str, Any]]] = {}
     file = f"rank-{rank:04d}.safetensors"
     for index, (name, shard) in enumerate(sorted(shards.items())):
@@ -131,18 +119,19 @@ def _write_mine(directory: Path, shards: Mapping[str, LogicalShard], rank: int) 
             continue
         for number, box in enumerate(shard.boxes):
             key = f"{name}#{number}"
-            tensors[key] = _local_block(shard.tensor, box).contiguous().cpu()
+            sources.append(Source(key, shard.dtype, box.size, partial(_block_bytes, shard.tensor, box)))
             pieces.setdefault(name, []).append(asdict(Piece(file, key, box.global_offset, box.size)))
-    if not tensors:
+    if not sources:
         return {"pieces": {}, "file": None}
-    path = directory / file
-    save_file(tensors, path)
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-    return {"pieces": pieces, "file": [file, path.stat().st_size, file_xxh3(path)]}
+    return {"pieces": pieces, "file": [file, asdict(write_file(directory / file, sources))]}
+
+
+def _block_bytes(tensor: torch.Tensor, box: Box) -> Bytes:
+    block = _local_block(tensor, box).cpu().reshape(-1)
+    if block.stride() != (1,):  # torch calls blocks of one element or none contiguous, whatever their strides
+        block = torch.empty(block.numel(), dtype=block.dtype).copy_(block)
+    found: Bytes = block.view(torch.uint8).numpy()
+    return found
 
 
 def _local_block(tensor: torch.Tensor, box: Box) -> torch.Tensor:
@@ -165,19 +154,19 @@ def _assemble(
         if sum(_volume(piece.size) for piece in pieces) != _volume(shard.global_shape):
             raise CheckpointError(f"the ranks' blocks of {name} do not make the whole tensor")
         tensors[name] = StoredTensor(shard.global_shape, shard.dtype, pieces)
-    files = {part["file"][0]: StoredFile(part["file"][1], part["file"][2]) for part in written if part["file"]}
+    files = {part["file"][0]: StoredFile(**part["file"][1]) for part in written if part["file"]}
     return Manifest(step, job_digest, mesh.layout.to_json(), dict(facts), tensors, dict(aliases), files)
 
 
-def _commit(partial: Path, final: Path, manifest: Manifest) -> None:
-    write_json_atomic(partial / MANIFEST, manifest.to_json())
-    fsync_directory(partial)
+def _commit(unfinished: Path, final: Path, manifest: Manifest) -> None:
+    write_json_atomic(unfinished / MANIFEST, manifest.to_json())
+    fsync_directory(unfinished)
     replaced = final.with_name(f".{final.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():  # this step was saved before (a run continued from an older checkpoint)
         os.rename(final, replaced)
     try:
-        os.rename(partial, final)
+        os.rename(unfinished, final)
     except OSError:
         if replaced.exists():
             os.rename(replaced, final)
@@ -205,6 +194,7 @@ def load(
         manifests: list[Manifest] = []
         with _agreed(mesh, directory, "loading a checkpoint"):
             manifest = read_manifest(directory)
+            require_whole_directory(directory, manifest)
             require(manifest)
             require_same_names(directory, manifest, shards)
             staged = stage_blocks(directory, manifest, shards)
@@ -239,7 +229,33 @@ def require_same_names(directory: Path, manifest: Manifest, shards: Mapping[str,
 def stage_blocks(
     directory: Path, manifest: Manifest, shards: Mapping[str, LogicalShard]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(target view, staged source) for each overlap of a wanted box with a stored piece; files verified first."""
+    """(target view, staged source) for each overlap of a wanted box with a stored piece.
+
+    Only the chunks that hold wanted bytes are read; each is verified in memory before anything is taken from it.
+    """
+    staged = []
+    for file, reads in sorted(_wanted(directory, manifest, shards).items()):
+        with CheckedFile(directory, file, manifest.files[file]) as source:
+            reads.sort(key=lambda read: source.entries[read[0].key].start if read[0].key in source.entries else -1)
+            for piece, shard, box in reads:
+                entry = _entry(source, piece, shard)
+                start, size = _overlap(box, piece) or ((), ())
+                inside = tuple(s - o for s, o in zip(start, piece.offset, strict=True))
+                block = torch.from_numpy(source.read_block(entry, inside, size))
+                target = shard.tensor[
+                    tuple(
+                        slice(s - g + o, s - g + o + n)
+                        for s, g, o, n in zip(start, box.global_offset, box.local_offset, size, strict=True)
+                    )
+                ]
+                staged.append((target, block.view(target.dtype).reshape(size)))
+    return staged
+
+
+def _wanted(
+    directory: Path, manifest: Manifest, shards: Mapping[str, LogicalShard]
+) -> dict[str, list[tuple[Piece, LogicalShard, Box]]]:
+    """By file: which pieces this rank's boxes overlap. CheckpointError if they do not cover a box."""
     wanted: dict[str, list[tuple[Piece, LogicalShard, Box]]] = {}
     for name, shard in shards.items():
         for box in shard.boxes:
@@ -250,34 +266,20 @@ def stage_blocks(
                     wanted.setdefault(piece.file, []).append((piece, shard, box))
             if covered != _volume(box.size):
                 raise CheckpointError(f"{name} is not whole in the checkpoint", where=str(directory))
-    staged = []
-    for file, reads in sorted(wanted.items()):
-        verify_file(directory, file, manifest.files[file])
-        with safe_open(directory / file, framework="pt") as tensors:
-            for piece, shard, box in reads:
-                start, size = _overlap(box, piece) or ((), ())
-                source = tensors.get_slice(piece.key)
-                _require_block(directory, source, piece, shard)
-                inside = tuple(slice(s - o, s - o + n) for s, o, n in zip(start, piece.offset, size, strict=True))
-                block = source[inside] if inside else tensors.get_tensor(piece.key)
-                target = shard.tensor[
-                    tuple(
-                        slice(s - g + o, s - g + o + n)
-                        for s, g, o, n in zip(start, box.global_offset, box.local_offset, size, strict=True)
-                    )
-                ]
-                staged.append((target, block))
-    return staged
+    return wanted
 
 
-def _require_block(directory: Path, source: Any, piece: Piece, shard: LogicalShard) -> None:
+def _entry(source: CheckedFile, piece: Piece, shard: LogicalShard) -> Entry:
     """The file's own header must say what the manifest says, else a copy would cast or broadcast in silence."""
-    found = (tuple(source.get_shape()), source.get_dtype())
-    if found != (piece.size, _STORED_AS.get(shard.dtype)):
+    entry = source.entries.get(piece.key)
+    if entry is None:
+        raise CheckpointError(f"there is no {piece.key} in it", where=str(source.path))
+    if (entry.shape, entry.dtype) != (piece.size, DTYPES[shard.dtype][0]):
         raise CheckpointError(
-            f"{piece.key} is {found[1]} {list(found[0])} in {piece.file}, not {shard.dtype} {list(piece.size)}",
-            where=str(directory),
+            f"{piece.key} is {entry.dtype} {list(entry.shape)} in it, not {shard.dtype} {list(piece.size)}",
+            where=str(source.path),
         )
+    return entry
 
 
 def _overlap(box: Box, piece: Piece) -> tuple[tuple[int, ...], tuple[int, ...]] | None:

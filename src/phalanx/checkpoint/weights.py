@@ -11,6 +11,7 @@ from torch import nn
 from phalanx.checkpoint.best import read_best
 from phalanx.checkpoint.manifest import MANIFEST, list_checkpoints, read_manifest
 from phalanx.checkpoint.store import require_same_names, stage_blocks
+from phalanx.checkpoint.verify import require_whole_directory
 from phalanx.core.errors import CheckpointError
 from phalanx.mesh.logical import module_shards
 
@@ -24,6 +25,7 @@ def load_weights(module: nn.Module, run_dir: str | Path, *, best: bool = False) 
     """
     directory = _checkpoint(Path(run_dir), best)
     manifest = read_manifest(directory)
+    require_whole_directory(directory, manifest)
     weights = {name: entry for name, entry in manifest.tensors.items() if not name.startswith("optim/")}
     manifest = replace(manifest, tensors=weights)
     shards, _ = module_shards(module, replica=0, num_replicas=1)

@@ -14,7 +14,7 @@ import psutil
 import torch
 
 import phalanx
-from phalanx.checkpoint.manifest import list_checkpoints
+from phalanx.checkpoint.manifest import list_checkpoints, step_of
 from phalanx.checkpoint.store import clean_up
 from phalanx.cli._data import (
     check_masks,
@@ -25,7 +25,7 @@ from phalanx.cli._data import (
     say_batch_change,
 )
 from phalanx.cli._needs import sink_openers
-from phalanx.core.errors import ExitCode
+from phalanx.core.errors import CheckpointError, ExitCode
 from phalanx.core.phases import BlackBox, Phases
 from phalanx.data.corpus import Corpus, load_corpus
 from phalanx.job.schema import Job
@@ -34,7 +34,7 @@ from phalanx.launch.rank_env import read_rank_env
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.build import build_model, build_objective
 from phalanx.observe.bus import CLOSE_AFTER_ERROR_S, Bus, OpenSink
-from phalanx.observe.events import Note, RunStarted, TextGenerated
+from phalanx.observe.events import CheckpointUnusable, Note, RunStarted, TextGenerated
 from phalanx.optim.build import build_optimizer
 from phalanx.parallel.parallelize import parallelize, transforms
 from phalanx.plan.planner import Plan
@@ -109,9 +109,7 @@ def _train(run: RankRun, bus: Bus, phases: Phases, meter: MemoryMeter, stop: Sto
         )
         meter.start(mesh.device)
         state = build_state(job, plan, mesh, phases, tokenizer=corpus.tokenizer_digest)
-        restored = newest_checkpoint(run_dir, mesh)
-        if restored is not None:
-            state.restore(restored, phases=phases)
+        restored = restore_newest(run_dir, state, bus, fallback=job.checkpoint.fallback)
         check_masks(job, state.model)
         check_same_samples(corpus, mesh)
         with open_train_batches(job, plan, mesh, corpus, state, bus) as data:
@@ -150,14 +148,32 @@ def build_state(job: Job, plan: Plan, mesh: Mesh, phases: Phases, *, tokenizer: 
     return TrainState(model, build_optimizer(model, job.optim), job.run.seed, tokenizer)
 
 
-def newest_checkpoint(run_dir: Path, mesh: Mesh) -> Path | None:
-    """Rank 0's newest checkpoint, for all ranks: a shared file system may show each of them another list."""
-    found = None
+def restore_newest(run_dir: Path, state: TrainState, bus: Bus, *, fallback: bool) -> Path | None:
+    """Continue from rank 0's newest checkpoint, or with `fallback` from the newest that can be read; None without any.
+
+    Collective. The list is rank 0's, because a shared file system may show each rank another one. Raises the newest's
+    CheckpointError where none can be read.
+    """
+    mesh = state.model.mesh
+    found: list[str] = []
     if mesh.rank == 0:
         clean_up(run_dir)
-        found = next((path.name for path in reversed(list_checkpoints(run_dir))), None)
-    name = mesh.gather_json(found)[0]
-    return run_dir / "checkpoints" / name if name else None
+        found = [path.name for path in reversed(list_checkpoints(run_dir))]
+    first_error: CheckpointError | None = None
+    for name in mesh.gather_json(found)[0]:
+        path = run_dir / "checkpoints" / name
+        try:
+            state.restore(path, phases=state.model.phases)
+            return path
+        except CheckpointError as error:  # on every rank, and nothing has changed
+            first_error = first_error or error
+            if not fallback:
+                break
+            if mesh.rank == 0:
+                bus.emit(CheckpointUnusable(step_of(path), f"checkpoints/{name}", error.why or str(error)))
+    if first_error is not None:
+        raise first_error
+    return None
 
 
 def _run_started(

@@ -26,6 +26,10 @@ def command(
             "--resume", metavar="RUN", help="Continue the run in this directory.", autocompletion=complete_run
         ),
     ] = None,
+    fallback: Annotated[
+        bool,
+        typer.Option("--fallback", help="With --resume: if the newest checkpoint is damaged, take one that verifies."),
+    ] = False,
     explain: Annotated[
         bool, typer.Option("--explain", help="Say where each value comes from; trains nothing.")
     ] = False,
@@ -50,6 +54,8 @@ def command(
 
     with printing_json(as_json):
         job_file, overrides = split_arguments(arguments or [], allow_file=resume is None)
+        if fallback:
+            overrides = [*overrides, "checkpoint.fallback=true"]
         if explain:
             explain_job(job_file, overrides, resume, as_json=as_json)
             return 0

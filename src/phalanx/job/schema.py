@@ -264,6 +264,8 @@ class Checkpoint(Section):
     """Save each time this many minutes have passed (rank 0's clock decides for all)."""
     at_end: bool = True
     """Save after the last step."""
+    fallback: bool = False
+    """Continue from the newest checkpoint that verifies, if newer ones are damaged; without it that is exit 5."""
 
 
 class Resilience(Section):

@@ -304,7 +304,7 @@ _YELLOW = (
 
 
 def _style(event: events.Event) -> str:
-    if isinstance(event, events.RankFailed | events.CheckpointFailed):
+    if isinstance(event, events.RankFailed | events.CheckpointFailed | events.CheckpointUnusable):
         return "red"
     if isinstance(event, events.Note):
         return "yellow" if event.code == "warning" else ""

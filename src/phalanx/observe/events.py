@@ -121,6 +121,15 @@ class CheckpointFailed(Event):
 
 
 @dataclass(frozen=True)
+class CheckpointUnusable(Event):
+    """A checkpoint is damaged or does not fit, and an older one is tried instead (checkpoint.fallback). From rank 0."""
+
+    step: int
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class TextGenerated(Event):
     """What the model wrote after `prompt`. From rank 0."""
 

@@ -47,6 +47,8 @@ def _words(event: events.Event, units: Units) -> str | None:
             return f"saved checkpoint of step {event.step}: {event.path} ({size}, {took})"
         case events.CheckpointFailed():
             return f"checkpoint of step {event.step} failed: {event.reason} ({event.path})"
+        case events.CheckpointUnusable():
+            return f"step-{event.step} cannot be used, going back to the one before: {event.reason}"
         case events.TextGenerated():
             return f"sample at step {event.step}: {_squeezed(event.prompt + event.text, MAX_SAMPLE)}"
         case events.StopRequested():

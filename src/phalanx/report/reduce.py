@@ -362,7 +362,11 @@ def _story(log: _Log) -> list[Envelope]:
     for envelope in sorted(log.rest, key=lambda envelope: envelope.time_unix_s):
         is_own = isinstance(
             envelope.event,
-            events.CheckpointFailed | events.SinkDropped | events.Note | events.LoaderWorkerReplaced,
+            events.CheckpointFailed
+            | events.CheckpointUnusable
+            | events.SinkDropped
+            | events.Note
+            | events.LoaderWorkerReplaced,
         )
         if envelope.rank not in (SUPERVISOR, log.lead_rank) and not is_own:
             continue

@@ -21,6 +21,7 @@ MAX_JOB_ROWS = 400
 _BAD = (
     events.RankFailed,
     events.CheckpointFailed,
+    events.CheckpointUnusable,
     events.StepSkipped,
     events.SinkDropped,
     events.LoaderWorkerReplaced,

@@ -1,0 +1,64 @@
+"""Checksums of a file by chunks, so that any range of it can be verified. Torch-free, and light: reports import it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+CHUNK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """What the manifest keeps of a file: its size, and the checksums of its chunks as one string of hex."""
+
+    num_bytes: int
+    chunks_xxh3: str
+
+    def chunk_xxh3(self, number: int) -> str:
+        return self.chunks_xxh3[16 * number : 16 * number + 16]
+
+    @property
+    def num_chunks(self) -> int:
+        return -(-self.num_bytes // CHUNK_BYTES)
+
+    @classmethod
+    def of(cls, path: Path) -> StoredFile:
+        """What a file that is there holds now. Raises OSError."""
+        digests = ChunkDigests()
+        with open(path, "rb") as file:
+            while data := file.read(CHUNK_BYTES):
+                digests.update(data)
+        return digests.stored()
+
+
+class ChunkDigests:
+    """XXH3-64 of each chunk of a stream."""
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_64()
+        self._in_chunk, self._num_bytes = 0, 0
+        self._done: list[str] = []
+
+    def update(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        self._num_bytes += len(view)
+        while len(view):
+            piece = view[: CHUNK_BYTES - self._in_chunk]
+            self._hash.update(piece)
+            self._in_chunk += len(piece)
+            view = view[len(piece) :]
+            if self._in_chunk == CHUNK_BYTES:
+                self._close_chunk()
+
+    def _close_chunk(self) -> None:
+        self._done.append(self._hash.hexdigest())
+        self._hash.reset()
+        self._in_chunk = 0
+
+    def stored(self) -> StoredFile:
+        if self._in_chunk:
+            self._close_chunk()
+        return StoredFile(self._num_bytes, "".join(self._done))

@@ -1,0 +1,188 @@
+"""What differs between two checkpoints, tensor by tensor, whatever layouts wrote them. Torch-free.
+
+Every byte that is compared was verified first. One tensor of each side is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.checkpoint.manifest import Manifest, read_manifest
+from phalanx.checkpoint.shard_file import CheckedFile
+from phalanx.core.digest import differing_keys
+from phalanx.core.errors import CheckpointError
+
+# numpy's type of the same bits, and whether they have to be widened to be numbers
+_NUMPY: Mapping[str, str] = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """`what`: "only_a" | "only_b" | "shape" | "dtype" | "values". Errors are of `values` where they can be told.
+
+    `max_abs` is the largest |a - b|; `relative` is the norm of a - b over that of a.
+    """
+
+    name: str
+    what: str
+    detail: str = ""
+    num_different: int = 0
+    num_elements: int = 0
+    max_abs: float | None = None
+    relative: float | None = None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Facts (dotted keys with both values) and tensors that are not the same."""
+
+    facts: dict[str, tuple[Any, Any]]
+    tensors: tuple[TensorDifference, ...]
+    num_equal: int
+
+    @property
+    def same(self) -> bool:
+        return not self.facts and not self.tensors
+
+    def to_json(self) -> dict[str, Any]:
+        facts = {key: {"a": a, "b": b} for key, (a, b) in self.facts.items()}
+        return {
+            "same": self.same,
+            "facts": facts,
+            "tensors": [asdict(tensor) for tensor in self.tensors],
+            "num_equal_tensors": self.num_equal,
+        }
+
+
+def diff_checkpoints(a: Path, b: Path) -> Difference:
+    """Compare two checkpoints bit by bit. Raises CheckpointError if one is damaged."""
+    first, second = read_manifest(a), read_manifest(b)
+    found: list[TensorDifference] = []
+    num_equal = 0
+    names = list(dict.fromkeys([*_names(first), *_names(second)]))
+    with _Reader(a, first) as left, _Reader(b, second) as right:
+        for name in names:
+            difference = _compare(name, left, right)
+            if difference is None:
+                num_equal += 1
+            else:
+                found.append(difference)
+    return Difference(_facts(first, second), tuple(found), num_equal)
+
+
+def _names(manifest: Manifest) -> list[str]:
+    return [*manifest.tensors, *manifest.aliases]
+
+
+def _facts(a: Manifest, b: Manifest) -> dict[str, tuple[Any, Any]]:
+    """Facts by dotted key. The layout does not count: it says who wrote, not what."""
+    found = {}
+    for key in differing_keys(a.facts, b.facts):
+        found[key] = (_at(a.facts, key), _at(b.facts, key))
+    return found
+
+
+def _at(facts: Any, key: str) -> Any:
+    for part in key.split("."):
+        facts = facts.get(part) if isinstance(facts, dict) else None
+    return facts
+
+
+class _Reader:
+    """Whole tensors of one checkpoint; its files stay open."""
+
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        self._directory, self._manifest = directory, manifest
+        self._files: dict[str, CheckedFile] = {}
+        self._open = contextlib.ExitStack()
+
+    def __enter__(self) -> _Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def facts(self, name: str) -> tuple[tuple[int, ...], str] | None:
+        stored = self._manifest.tensors.get(self._manifest.aliases.get(name, name))
+        return (stored.shape, stored.dtype) if stored else None
+
+    def tensor(self, name: str) -> NDArray[Any]:
+        """The tensor's bits, in the type of numpy that holds them."""
+        stored = self._manifest.tensors[self._manifest.aliases.get(name, name)]
+        whole = np.empty(stored.shape, _NUMPY.get(stored.dtype, stored.dtype))
+        for piece in stored.pieces:
+            file = self._file(piece.file)
+            entry = file.entries.get(piece.key)
+            if entry is None or entry.shape != piece.size or entry.item_bytes not in (0, whole.dtype.itemsize):
+                raise CheckpointError(f"{piece.key} is not the block of {name} it should be", where=str(file.path))
+            block = file.read_block(entry, (0,) * len(piece.size), piece.size).view(whole.dtype).reshape(piece.size)
+            whole[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.size, strict=True))] = block
+        return whole
+
+    def _file(self, name: str) -> CheckedFile:
+        if name not in self._files:
+            self._files[name] = self._open.enter_context(CheckedFile(self._directory, name, self._manifest.files[name]))
+        return self._files[name]
+
+
+def _compare(name: str, left: _Reader, right: _Reader) -> TensorDifference | None:
+    a, b = left.facts(name), right.facts(name)
+    if a is None or b is None:
+        shape, dtype = a or b or ((), "")
+        return TensorDifference(name, "only_a" if b is None else "only_b", f"{dtype} {list(shape)}")
+    if a[0] != b[0]:
+        return TensorDifference(name, "shape", f"{list(a[0])} and {list(b[0])}")
+    if a[1] != b[1]:
+        return TensorDifference(name, "dtype", f"{a[1]} and {b[1]}")
+    x, y = left.tensor(name), right.tensor(name)
+    bits_x, bits_y = (np.ascontiguousarray(t).reshape(-1).view(f"u{t.dtype.itemsize}") for t in (x, y))
+    different = bits_x != bits_y
+    count = int(different.sum())
+    if not count:
+        return None
+    max_abs, relative = _errors(_numbers(x, a[1]), _numbers(y, a[1]))
+    return TensorDifference(name, "values", "", count, x.size, max_abs, relative)
+
+
+def _numbers(bits: NDArray[Any], dtype: str) -> NDArray[np.float64] | None:
+    """What the bits mean, in fp64; None for types that numpy cannot read."""
+    if dtype == "bfloat16":
+        return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    if dtype in _NUMPY or bits.dtype.kind == "c":
+        return None
+    return bits.astype(np.float64)
+
+
+def _errors(a: NDArray[np.float64] | None, b: NDArray[np.float64] | None) -> tuple[float | None, float | None]:
+    if a is None or b is None:
+        return None, None
+    with np.errstate(invalid="ignore", over="ignore"):
+        gap = np.abs(a - b)
+        norm = float(np.sqrt(np.square(a).sum()))
+        distance = float(np.sqrt(np.square(gap).sum()))
+    return float(gap.max()), distance / norm if norm else float("inf")
+
+
+def describe(difference: Difference, *, limit: int = 40) -> Iterator[str]:
+    """The difference in lines for people, largest relative error first."""
+    for key, (a, b) in difference.facts.items():
+        yield f"fact    {key}: {a} and {b}"
+    words = {"only_a": "only in the first", "only_b": "only in the second", "shape": "shapes", "dtype": "types"}
+    for tensor in [t for t in difference.tensors if t.what != "values"][:limit]:
+        yield f"tensor  {tensor.name}: {words[tensor.what]}, {tensor.detail}"
+    values = [t for t in difference.tensors if t.what == "values"]
+    values.sort(key=lambda t: -(t.relative if t.relative is not None else float("inf")))
+    for tensor in values[:limit]:
+        told = "" if tensor.max_abs is None else f", at most {tensor.max_abs:.3g}, relative {tensor.relative:.3g}"
+        yield f"values  {tensor.name}: {tensor.num_different:,} of {tensor.num_elements:,} differ{told}"
+    left_out = max(0, len(values) - limit) + max(0, len(difference.tensors) - len(values) - limit)
+    if left_out:
+        yield f"        and {left_out} more tensors"
+    yield f"{'same' if difference.same else 'equal'}    {difference.num_equal} tensors are equal bit by bit"

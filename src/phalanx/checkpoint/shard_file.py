@@ -1,0 +1,270 @@
+"""One safetensors file of a checkpoint: written as a stream, read by ranges, every byte under a checksum. Torch-free.
+
+The format is safetensors' own (8 bytes of length, a JSON header, the tensors one after the other), so that anybody can
+read it. Checksums are XXH3-64 of each 4 MiB of the file, kept in the manifest: a range is verified by reading the
+chunks it touches, and nothing is handed out that was not verified in memory first.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from phalanx.checkpoint.chunks import CHUNK_BYTES, ChunkDigests, StoredFile
+from phalanx.core.errors import CheckpointError
+
+SPAN_BYTES = 32 << 20  # most that is read at once for a block with gaps between its rows
+_HEADER_ALIGNMENT = 8
+_NOT_A_HEADER = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
+_MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
+
+# torch's name of a type -> safetensors' name and bytes per element
+DTYPES: Mapping[str, tuple[str, int]] = {
+    "float64": ("F64", 8),
+    "float32": ("F32", 4),
+    "bfloat16": ("BF16", 2),
+    "float16": ("F16", 2),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "complex64": ("C64", 8),
+    "int64": ("I64", 8),
+    "int32": ("I32", 4),
+    "int16": ("I16", 2),
+    "int8": ("I8", 1),
+    "uint64": ("U64", 8),
+    "uint32": ("U32", 4),
+    "uint16": ("U16", 2),
+    "uint8": ("U8", 1),
+    "bool": ("BOOL", 1),
+}
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor in a file: `start` and `stop` are bytes from the beginning of the file."""
+
+    key: str
+    dtype: str  # safetensors' name
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def item_bytes(self) -> int:
+        return (self.stop - self.start) // max(1, math.prod(self.shape))
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor to write. `load` gives its bytes (C order) when its turn comes, so that one copy exists at a time."""
+
+    key: str
+    dtype: str  # torch's name
+    shape: tuple[int, ...]
+    load: Callable[[], Bytes]
+
+
+def write_file(path: Path, sources: Iterable[Source]) -> StoredFile:
+    """Write a safetensors file and make it durable. Raises OSError."""
+    sources = list(sources)
+    header, position = {}, 0
+    for source in sources:
+        dtype, item_bytes = DTYPES[source.dtype]
+        num_bytes = math.prod(source.shape) * item_bytes
+        offsets = [position, position + num_bytes]
+        header[source.key] = {"dtype": dtype, "shape": list(source.shape), "data_offsets": offsets}
+        position += num_bytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+    digests = ChunkDigests()
+    with open(path, "wb") as file:
+
+        def write(data: bytes | memoryview) -> None:
+            digests.update(data)
+            file.write(data)
+
+        write(struct.pack("<Q", len(text)) + text)
+        for source in sources:
+            write(memoryview(np.ascontiguousarray(source.load())).cast("B"))
+        file.flush()
+        os.fsync(file.fileno())
+    return digests.stored()
+
+
+class CheckedFile:
+    """Reads verified ranges of a file. A context manager; raises CheckpointError that names the file and the place."""
+
+    def __init__(self, directory: Path, name: str, stored: StoredFile) -> None:
+        self.path, self._stored = directory / name, stored
+        self._fd = -1
+        self._chunk = np.empty(min(CHUNK_BYTES, max(1, stored.num_bytes)), np.uint8)
+        self._chunk_number = -1
+        self.num_bytes_read = 0
+        self.entries: dict[str, Entry] = {}
+
+    def __enter__(self) -> CheckedFile:
+        try:
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            found = os.fstat(self._fd).st_size
+            if found != self._stored.num_bytes:
+                raise CheckpointError(
+                    f"{found} bytes, not the {self._stored.num_bytes} that were written", where=str(self.path)
+                )
+            self.entries = self._read_header()
+        except OSError as error:
+            self.__exit__()
+            raise self._unreadable(error) from None
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def read(self, start: int, stop: int) -> Bytes:
+        """Bytes [start, stop) of the file, verified."""
+        out = np.empty(stop - start, np.uint8)
+        position = start
+        while position < stop:
+            number = position // CHUNK_BYTES
+            self._load_chunk(number)
+            begin = number * CHUNK_BYTES
+            end = min(stop, begin + CHUNK_BYTES)
+            out[position - start : end - start] = self._chunk[position - begin : end - begin]
+            position = end
+        return out
+
+    def read_block(self, entry: Entry, start: tuple[int, ...], size: tuple[int, ...]) -> Bytes:
+        """The elements [start, start + size) of a tensor in C order, as bytes."""
+        item = entry.item_bytes
+        out = np.empty(math.prod(size), _element(item))
+        if out.size:
+            self._fill(out.reshape(size), entry.start, entry.shape, item, start)
+        return out.view(np.uint8)
+
+    def verify(self) -> Iterator[int]:
+        """Verify the whole file chunk by chunk; yields bytes done. Raises CheckpointError at the first bad chunk."""
+        for number in range(self._stored.num_chunks):
+            self._load_chunk(number)
+            yield min(self._stored.num_bytes, (number + 1) * CHUNK_BYTES)
+
+    def _fill(self, out: NDArray[Any], base: int, shape: tuple[int, ...], item: int, start: tuple[int, ...]) -> None:
+        """Fill `out` from the tensor of `shape` that begins at byte `base`. Rows are read in spans with their gaps."""
+        if not shape:
+            out[...] = self.read(base, base + item).view(out.dtype)[0]
+            return
+        row = math.prod(shape[1:]) * item  # bytes
+        inner = sum(o * math.prod(shape[d + 1 :]) * item for d, o in enumerate(start) if d > 0)
+        last = sum((o + n - 1) * math.prod(shape[d + 1 :]) * item for d, (o, n) in _from_second(start, out.shape))
+        span = last + item - inner  # bytes of one row from its first wanted element to its last
+        if span > SPAN_BYTES and len(shape) > 1:
+            for index in range(out.shape[0]):
+                self._fill(out[index], base + (start[0] + index) * row, shape[1:], item, start[1:])
+            return
+        strides = tuple(math.prod(shape[d + 1 :]) * item for d in range(len(shape)))
+        rows_at_once = max(1, SPAN_BYTES // max(row, 1))
+        for first in range(0, out.shape[0], rows_at_once):
+            count = min(rows_at_once, out.shape[0] - first)
+            begin = base + (start[0] + first) * row + inner
+            data = self.read(begin, begin + (count - 1) * row + span).view(out.dtype)
+            block = np.lib.stride_tricks.as_strided(data, (count, *out.shape[1:]), strides, writeable=False)
+            out[first : first + count] = block
+
+    def _load_chunk(self, number: int) -> None:
+        if number == self._chunk_number:
+            return
+        begin = number * CHUNK_BYTES
+        length = min(CHUNK_BYTES, self._stored.num_bytes - begin)
+        self._chunk_number = -1
+        try:
+            done = 0
+            while done < length:
+                count = os.preadv(self._fd, [memoryview(self._chunk)[done:length]], begin + done)
+                if count == 0:
+                    raise CheckpointError("it became shorter while it was read", where=str(self.path))
+                done += count
+        except OSError as error:
+            raise self._unreadable(error) from None
+        self.num_bytes_read += length
+        found = xxhash.xxh3_64_hexdigest(memoryview(self._chunk)[:length])
+        if found != self._stored.chunk_xxh3(number):
+            raise CheckpointError(
+                f"its bytes are not those that were written: {self._inside(begin, begin + length)}",
+                where=str(self.path),
+                why=f"xxh3 of bytes {begin} to {begin + length - 1} is {found}, not {self._stored.chunk_xxh3(number)}",
+            )
+        self._chunk_number = number
+
+    def _inside(self, begin: int, end: int) -> str:
+        """What lies in a range of the file, in words."""
+        entries = self.entries or self._doubtful_entries()
+        names = [e.key.rpartition("#")[0] for e in entries.values() if begin < e.stop and e.start < end]
+        parts = ["the file's header"] * (begin == 0) + list(dict.fromkeys(names))
+        return ", ".join(parts[:4]) + (f" and {len(parts) - 4} more tensors" if len(parts) > 4 else "")
+
+    def _doubtful_entries(self) -> dict[str, Entry]:
+        """The entries of a header that did not verify, to say what may be damaged; never to read by."""
+        length = int.from_bytes(self._chunk[:8].tobytes(), "little")
+        try:
+            base = 8 + length
+            return dict(parse_header(self._chunk[8:base].tobytes(), base, self._stored.num_bytes))
+        except (*_NOT_A_HEADER, OverflowError):
+            return {}
+
+    def _read_header(self) -> dict[str, Entry]:
+        if self._stored.num_bytes < 8:
+            raise CheckpointError("it is too short to be a safetensors file", where=str(self.path))
+        (length,) = struct.unpack("<Q", self.read(0, 8).tobytes())
+        if length > min(_MAX_HEADER_BYTES, self._stored.num_bytes - 8):
+            raise CheckpointError("its header is longer than the file", where=str(self.path))
+        base = 8 + length
+        try:
+            return dict(parse_header(self.read(8, base).tobytes(), base, self._stored.num_bytes))
+        except _NOT_A_HEADER as error:
+            raise CheckpointError(
+                "its header is not one of safetensors", where=str(self.path), why=str(error)
+            ) from None
+
+    def _unreadable(self, error: OSError) -> CheckpointError:
+        why = error.strerror or str(error)
+        return CheckpointError("a file of the checkpoint cannot be read", where=str(self.path), why=why)
+
+
+def parse_header(text: bytes, base: int, num_bytes: int) -> Iterator[tuple[str, Entry]]:
+    """The entries of a safetensors header; tensors begin at byte `base`. ValueError where they do not add up."""
+    item_bytes = dict(DTYPES.values())
+    for key, facts in json.loads(text).items():
+        if key == "__metadata__":
+            continue
+        shape = tuple(int(length) for length in facts["shape"])
+        start, stop = (base + int(offset) for offset in facts["data_offsets"])
+        dtype = facts["dtype"]
+        if not base <= start <= stop <= num_bytes or any(length < 0 for length in shape):
+            raise ValueError(f"{key} lies outside the file")
+        if dtype not in item_bytes or stop - start != math.prod(shape) * item_bytes[dtype]:
+            raise ValueError(f"{key} is {dtype} {list(shape)} in {stop - start} bytes")
+        yield key, Entry(key, dtype, shape, start, stop)
+
+
+def _element(item_bytes: int) -> np.dtype[Any]:
+    """A type of that many bytes which numpy only moves."""
+    return np.dtype(f"u{item_bytes}" if item_bytes in (1, 2, 4, 8) else f"V{item_bytes}")
+
+
+def _from_second(start: tuple[int, ...], size: tuple[int, ...]) -> Iterator[tuple[int, tuple[int, int]]]:
+    return ((d, pair) for d, pair in enumerate(zip(start, size, strict=True)) if d > 0)

@@ -1,0 +1,129 @@
+"""Is a checkpoint exactly what was written? Every byte of every file in its directory is looked at. Torch-free."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from phalanx.checkpoint.manifest import MANIFEST, Manifest, Piece, StoredTensor, read_manifest
+from phalanx.checkpoint.shard_file import DTYPES, CheckedFile
+from phalanx.core.errors import CheckpointError
+
+Progress = Callable[[int], None]
+
+
+def verify_checkpoint(directory: Path, progress: Progress = lambda num_bytes: None) -> list[CheckpointError]:
+    """Everything that is wrong with a checkpoint; empty if it can be trusted. `progress` is told bytes as they pass.
+
+    Stops at the first bad chunk of a file and goes on with the next file.
+    """
+    try:
+        manifest = read_manifest(directory)
+    except CheckpointError as error:
+        return [error]
+    found: list[CheckpointError] = []
+    for check in (
+        lambda: require_whole_directory(directory, manifest),
+        lambda: _require_whole_tensors(directory, manifest),
+    ):
+        try:
+            check()
+        except CheckpointError as error:
+            found.append(error)
+    for name, stored in sorted(manifest.files.items()):
+        if not (directory / name).exists():
+            continue  # said above
+        try:
+            with CheckedFile(directory, name, stored) as file:
+                done = 0
+                for num_bytes in file.verify():
+                    progress(num_bytes - done)
+                    done = num_bytes
+                _require_pieces(file, name, manifest)
+        except CheckpointError as error:
+            found.append(error)
+    return found
+
+
+def require_whole_directory(directory: Path, manifest: Manifest) -> None:
+    """Raise CheckpointError unless the directory holds the manifest's files and nothing else."""
+    try:
+        there = {entry.name for entry in os.scandir(directory)}
+    except OSError as error:
+        raise CheckpointError("it cannot be read", where=str(directory), why=error.strerror) from None
+    missing = sorted(set(manifest.files) - there)
+    extra = sorted(there - set(manifest.files) - {MANIFEST})
+    if missing:
+        tensors = [
+            name for name, tensor in manifest.tensors.items() if any(p.file == missing[0] for p in tensor.pieces)
+        ]
+        raise CheckpointError(
+            f"{_some(missing)} missing", where=str(directory), why=f"{missing[0]} holds {_names(tensors)}"
+        )
+    if extra:
+        raise CheckpointError(f"{_some(extra)} in it that no save wrote", where=str(directory), fix="move it elsewhere")
+
+
+def _require_whole_tensors(directory: Path, manifest: Manifest) -> None:
+    """Pieces must make their tensor: each element once."""
+    for name, tensor in manifest.tensors.items():
+        if tensor.dtype not in DTYPES:
+            raise CheckpointError(f"{name} is of type {tensor.dtype}, which nobody writes", where=str(directory))
+        if not _is_tiled(tensor):
+            raise CheckpointError(f"the pieces of {name} do not make {list(tensor.shape)}", where=str(directory))
+
+
+def _is_tiled(tensor: StoredTensor) -> bool:
+    volume = sum(math.prod(piece.size) for piece in tensor.pieces)
+    if volume != math.prod(tensor.shape):
+        return False
+    pieces = [piece for piece in tensor.pieces if math.prod(piece.size)]
+    pieces.sort(key=lambda piece: piece.offset)
+    return not any(_overlaps(piece, other) for number, piece in enumerate(pieces) for other in _near(pieces, number))
+
+
+def _near(pieces: list[Piece], number: int) -> list[Piece]:
+    """Those after `number` that begin before it ends along the first dimension."""
+    piece = pieces[number]
+    if not piece.size:
+        return pieces[number + 1 :]
+    end = piece.offset[0] + piece.size[0]
+    found = []
+    for other in pieces[number + 1 :]:
+        if other.offset[0] >= end:
+            break
+        found.append(other)
+    return found
+
+
+def _overlaps(a: Piece, b: Piece) -> bool:
+    return all(
+        max(start, other) < min(start + size, other + length)
+        for start, size, other, length in zip(a.offset, a.size, b.offset, b.size, strict=True)
+    )
+
+
+def _require_pieces(file: CheckedFile, name: str, manifest: Manifest) -> None:
+    """The file's own header must say what the manifest says."""
+    for tensor_name, tensor in manifest.tensors.items():
+        for piece in tensor.pieces:
+            if piece.file != name:
+                continue
+            entry = file.entries.get(piece.key)
+            expected = (piece.size, DTYPES.get(tensor.dtype, ("", 0))[0])
+            if entry is None or (entry.shape, entry.dtype) != expected:
+                raise CheckpointError(
+                    f"{piece.key} is not the block of {tensor_name} that the manifest says", where=str(file.path)
+                )
+
+
+def _some(names: list[str]) -> str:
+    if len(names) == 1:
+        return f"{names[0]} is"
+    return f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''} ({len(names)} files) are"
+
+
+def _names(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more tensors" if len(names) > 3 else "")

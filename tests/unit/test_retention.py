@@ -1,0 +1,87 @@
+"""What stays and what goes, and that nothing goes before something that stays is known to be whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.checkpoint.manifest import MANIFEST, Manifest, Piece, StoredTensor, list_checkpoints, step_of
+from phalanx.checkpoint.retention import REMOVED, Retention, prune
+from phalanx.checkpoint.shard_file import Source, write_file
+
+
+def save(run_dir: Path, step: int) -> Path:
+    directory = run_dir / "checkpoints" / f"step-{step}"
+    directory.mkdir(parents=True)
+    data = np.full(8, step, np.float32)
+    stored = write_file(directory / "a.safetensors", [Source("w#0", "float32", (8,), lambda: data.view(np.uint8))])
+    tensor = StoredTensor((8,), "float32", (Piece("a.safetensors", "w#0", (0,), (8,)),))
+    manifest = Manifest(step, "", {}, {}, {"w": tensor}, {}, {"a.safetensors": stored})
+    (directory / MANIFEST).write_text(json.dumps(manifest.to_json()))
+    return directory
+
+
+def damage(directory: Path) -> None:
+    file = directory / "a.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+
+
+def steps(run_dir: Path) -> list[int]:
+    return [step_of(path) for path in list_checkpoints(run_dir)]
+
+
+def test_the_last_milestones_and_the_best_stay() -> None:
+    retention = Retention(last=2, every=1000, kept=frozenset({300}))
+    assert retention.superfluous([100, 200, 300, 900, 1000, 1100, 1200]) == [100, 200, 900]
+    assert Retention().superfluous([1, 2, 3]) == []
+    assert Retention(last=5).superfluous([1, 2, 3]) == []
+
+
+@given(
+    st.sets(st.integers(1, 500), min_size=1), st.integers(1, 5), st.none() | st.integers(1, 50), st.sets(st.integers())
+)
+def test_the_newest_always_stays(found: set[int], last: int, every: int | None, kept: set[int]) -> None:
+    going = Retention(last, every, frozenset(kept)).superfluous(found)
+    assert max(found) not in going
+    assert set(going) <= found - kept
+    assert len(found) - len(going) >= min(last, len(found))
+
+
+def test_what_goes_is_gone_and_what_stays_is_whole(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40):
+        save(tmp_path, step)
+    (tmp_path / "checkpoints" / f".step-10{REMOVED}" / "left").mkdir(parents=True)  # by a killed removal
+    assert [step_of(path) for path in prune(tmp_path, Retention(last=2))] == [10, 20]
+    assert steps(tmp_path) == [30, 40]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-30", "step-40"]
+
+
+def test_a_dry_run_removes_nothing(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    assert [step_of(path) for path in prune(tmp_path, Retention(last=1), dry_run=True)] == [1, 2]
+    assert steps(tmp_path) == [1, 2, 3]
+
+
+def test_the_newest_that_verifies_is_never_removed(tmp_path: Path) -> None:
+    """The two that would stay are damaged: the older ones are all there is."""
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step)
+    said: list[str] = []
+    damage(tmp_path / "checkpoints" / "step-4")
+    damage(tmp_path / "checkpoints" / "step-3")
+    assert prune(tmp_path, Retention(last=2), say=said.append) == []
+    assert steps(tmp_path) == [1, 2, 3, 4]
+    assert "step-4 does not verify" in said[0]
+    assert said[-1].endswith("nothing is removed")
+
+
+def test_one_that_stays_and_verifies_is_enough(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    damage(tmp_path / "checkpoints" / "step-3")
+    assert [step_of(path) for path in prune(tmp_path, Retention(last=2))] == [1]

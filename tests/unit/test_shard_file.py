@@ -1,0 +1,259 @@
+"""Files of a checkpoint: safetensors to everybody else, ranges verified in memory, damage named."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+from phalanx.checkpoint import shard_file
+from phalanx.checkpoint.chunks import CHUNK_BYTES, StoredFile
+from phalanx.checkpoint.manifest import MANIFEST, Manifest, Piece, StoredTensor, body_xxh3
+from phalanx.checkpoint.shard_file import CheckedFile, Source, write_file
+from phalanx.checkpoint.verify import verify_checkpoint
+from phalanx.core.errors import CheckpointError
+
+RANDOM = np.random.default_rng(0)
+ARRAYS: dict[str, np.ndarray[Any, Any]] = {
+    "scalar#0": np.full((), 2.5, np.float32),
+    "empty#0": np.zeros((0, 3), np.int64),
+    "flags#0": RANDOM.random(17) < 0.5,
+    "half#0": RANDOM.standard_normal((5, 3)).astype(np.float16),
+    "cube#0": RANDOM.standard_normal((7, 6, 5)),
+    "large#0": RANDOM.standard_normal((1500, 1000)).astype(np.float32),  # 6 MB: over a chunk's edge
+}
+
+
+def source(key: str, array: np.ndarray[Any, Any]) -> Source:
+    return Source(key, str(array.dtype), array.shape, lambda: np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, StoredFile]:
+    directory = tmp_path_factory.mktemp("file")
+    return directory, write_file(directory / "a.safetensors", [source(*item) for item in ARRAYS.items()])
+
+
+def test_the_safetensors_library_reads_what_we_write(written: tuple[Path, StoredFile]) -> None:
+    found = load_file(written[0] / "a.safetensors")
+    assert set(found) == set(ARRAYS)
+    for key, array in ARRAYS.items():
+        assert found[key].dtype == array.dtype
+        assert np.array_equal(found[key], array)
+
+
+def test_we_read_what_the_safetensors_library_writes(tmp_path: Path) -> None:
+    save_file(ARRAYS, tmp_path / "b.safetensors", metadata={"format": "np"})
+    with CheckedFile(tmp_path, "b.safetensors", StoredFile.of(tmp_path / "b.safetensors")) as file:
+        for key, array in ARRAYS.items():
+            found = file.read_block(file.entries[key], (0,) * array.ndim, array.shape)
+            assert np.array_equal(found.view(array.dtype).reshape(array.shape), array)
+
+
+def test_checksums_of_the_stream_are_those_of_the_file(written: tuple[Path, StoredFile]) -> None:
+    assert StoredFile.of(written[0] / "a.safetensors") == written[1]
+    assert written[1].num_chunks == 2
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_block_is_read_as_numpy_slices_it(written: tuple[Path, StoredFile], data: st.DataObject) -> None:
+    key = data.draw(st.sampled_from(list(ARRAYS)))
+    array = ARRAYS[key]
+    start = tuple(data.draw(st.integers(0, n)) for n in array.shape)
+    size = tuple(data.draw(st.integers(0, n - o)) for n, o in zip(array.shape, start, strict=True))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard_file, "SPAN_BYTES", data.draw(st.sampled_from([16, 600, 9000, 32 << 20])))
+        with CheckedFile(written[0], "a.safetensors", written[1]) as file:
+            found = file.read_block(file.entries[key], start, size)
+    expected = array[tuple(slice(o, o + n) for o, n in zip(start, size, strict=True))]
+    assert np.array_equal(found.view(array.dtype).reshape(size), expected)
+
+
+def test_only_the_chunks_of_a_range_are_read(tmp_path: Path) -> None:
+    big = np.arange(12 * CHUNK_BYTES // 4, dtype=np.int32).reshape(12 * 1024, -1)
+    stored = write_file(tmp_path / "big.safetensors", [source("big#0", big)])
+    with CheckedFile(tmp_path, "big.safetensors", stored) as file:
+        found = file.read_block(file.entries["big#0"], (6 * 1024, 0), (1024, big.shape[1]))
+        assert np.array_equal(found.view(np.int32).reshape(1024, -1), big[6 * 1024 : 7 * 1024])
+        assert file.num_bytes_read <= 3 * CHUNK_BYTES  # the header's chunk and the two that the rows lie in
+
+
+# A whole checkpoint, torch-free
+
+
+def checkpoint(directory: Path) -> Path:
+    """Two files with pieces of two tensors and a manifest."""
+    directory.mkdir()
+    w, m = ARRAYS["large#0"], ARRAYS["cube#0"]
+    parts = {
+        "rank-0000.safetensors": {"w#0": w[:700], "m#0": m[:, :2]},
+        "rank-0001.safetensors": {"w#0": w[700:], "m#0": m[:, 2:]},
+    }
+    stored = {n: write_file(directory / n, [source(*item) for item in p.items()]) for n, p in parts.items()}
+    first, second = parts
+    tensors = {
+        "w": StoredTensor(
+            w.shape,
+            "float32",
+            (Piece(first, "w#0", (0, 0), (700, 1000)), Piece(second, "w#0", (700, 0), (800, 1000))),
+        ),
+        "m": StoredTensor(
+            m.shape, "float64", (Piece(first, "m#0", (0, 0, 0), (7, 2, 5)), Piece(second, "m#0", (0, 2, 0), (7, 4, 5)))
+        ),
+    }
+    manifest = Manifest(3, "", {}, {"step": 3}, tensors, {}, stored)
+    (directory / MANIFEST).write_text(json.dumps(manifest.to_json()))
+    return directory
+
+
+def test_an_undamaged_one_verifies_and_reports_its_bytes(tmp_path: Path) -> None:
+    passed: list[int] = []
+    directory = checkpoint(tmp_path / "c")
+    assert verify_checkpoint(directory, passed.append) == []
+    assert sum(passed) == sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+
+
+def test_a_thousand_flipped_bits_are_all_found_and_named(tmp_path: Path) -> None:
+    """Anywhere in any file. A flip in a tensor's bytes names that tensor and its file."""
+    directory = checkpoint(tmp_path / "c")
+    originals = {path: path.read_bytes() for path in directory.iterdir()}
+    weights = [len(data) if path.name == MANIFEST else len(data) // 100 for path, data in originals.items()]
+    dice = random.Random(7)
+    num_meaningless = 0
+    for _ in range(1000):
+        path = dice.choices(list(originals), weights)[0]
+        data = originals[path]
+        at = dice.randrange(len(data)) if dice.random() < 0.7 else dice.randrange(min(len(data), 300))
+        flipped = bytes([data[at] ^ (1 << dice.randrange(8))])
+        with open(path, "r+b") as file:
+            file.seek(at)
+            file.write(flipped)
+        errors = verify_checkpoint(directory)
+        with open(path, "r+b") as file:
+            file.seek(at)
+            file.write(data[at : at + 1])
+        if path.name == MANIFEST and not errors:  # spaces between its words, say
+            (path.with_name("changed")).write_bytes(data[:at] + flipped + data[at + 1 :])
+            same = json.loads((path.with_name("changed")).read_bytes()) == json.loads(data)
+            path.with_name("changed").unlink()
+            assert same
+            num_meaningless += 1
+            continue
+        assert errors, (path.name, at)
+        assert path.name in str(errors[0]) or path.name == MANIFEST
+        if path.name != MANIFEST:
+            (length,) = struct.unpack("<Q", data[:8])
+            if at >= 8 + length and at >= CHUNK_BYTES:
+                assert any(name in str(errors[0]) for name in ("w", "m"))
+    assert num_meaningless < 100
+    assert verify_checkpoint(directory) == []
+
+
+def test_the_damaged_tensor_is_named(tmp_path: Path) -> None:
+    directory = checkpoint(tmp_path / "c")
+    path = directory / "rank-0001.safetensors"
+    with open(path, "r+b") as file:
+        file.seek(-3, 2)
+        file.write(b"\xff")
+    (error,) = verify_checkpoint(directory)
+    assert "rank-0001.safetensors" in str(error)
+    assert "m" in str(error).split("written: ")[1]
+
+
+def edited(directory: Path, change: Any) -> list[CheckpointError]:
+    body = json.loads((directory / MANIFEST).read_text())
+    change(body)
+    body["xxh3"] = body_xxh3(body)
+    (directory / MANIFEST).write_text(json.dumps(body))
+    return verify_checkpoint(directory)
+
+
+def pieces(body: dict[str, Any]) -> Any:
+    return body["tensors"]["w"]["pieces"]
+
+
+@pytest.mark.parametrize(
+    ("what", "change"),
+    [
+        ("do not make", lambda b: pieces(b).pop()),
+        ("do not make", lambda b: pieces(b)[1].update(offset=[600, 0])),
+        ("not the block of w", lambda b: pieces(b)[0].update(key="m#0")),
+        ("not the block of w", lambda b: pieces(b)[0].update(key="nowhere")),
+        ("which nobody writes", lambda b: b["tensors"]["w"].update(dtype="object")),
+        ("was written by nobody|no save wrote", lambda b: b["files"].pop("rank-0001.safetensors")),
+    ],
+)
+def test_a_manifest_that_was_edited_and_signed_again_is_found(tmp_path: Path, what: str, change: Any) -> None:
+    directory = checkpoint(tmp_path / "c")
+    if "nobody|" in what:
+
+        def both(body: dict[str, Any]) -> None:
+            change(body)
+            for tensor in body["tensors"].values():
+                tensor["pieces"] = [p for p in tensor["pieces"] if p["file"] in body["files"]]
+
+        errors = edited(directory, both)
+    else:
+        errors = edited(directory, change)
+    assert any(part in str(error) for error in errors for part in what.split("|")), errors
+
+
+def test_missing_extra_and_truncated_files_are_all_said_at_once(tmp_path: Path) -> None:
+    directory = checkpoint(tmp_path / "c")
+    (directory / "rank-0000.safetensors").unlink()
+    data = (directory / "rank-0001.safetensors").read_bytes()
+    (directory / "rank-0001.safetensors").write_bytes(data[:-5])
+    messages = [str(error) for error in verify_checkpoint(directory)]
+    assert any("rank-0000.safetensors is missing" in m and "holds w, m" in m for m in messages)
+    assert any("rank-0001.safetensors" in m and f"{len(data) - 5} bytes" in m for m in messages)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[]",
+        b"{",
+        b'{"a": 3}',
+        b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 8]}}',
+        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [8, 16]}}',
+        b'{"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}',
+        b'{"a": {"dtype": "OBJ", "shape": [2], "data_offsets": [0, 8]}}',
+        b"[" * 5000,
+    ],
+)
+def test_a_header_that_lies_is_refused(tmp_path: Path, header: bytes) -> None:
+    (tmp_path / "a").write_bytes(struct.pack("<Q", len(header)) + header + b"12345678")
+    with pytest.raises(CheckpointError), CheckedFile(tmp_path, "a", StoredFile.of(tmp_path / "a")):
+        pass
+
+
+def test_a_header_longer_than_the_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(struct.pack("<Q", 2**63) + b"{}")
+    with (
+        pytest.raises(CheckpointError, match="longer than the file"),
+        CheckedFile(tmp_path, "a", StoredFile.of(tmp_path / "a")),
+    ):
+        pass
+
+
+def test_a_wrong_size_is_said_before_anything_is_read(written: tuple[Path, StoredFile]) -> None:
+    directory, stored = written
+    with (
+        pytest.raises(CheckpointError, match="that were written"),
+        CheckedFile(directory, "a.safetensors", replace(stored, num_bytes=stored.num_bytes + 1)) as file,
+    ):
+        assert file.num_bytes_read == 0
+
+
+def test_a_stored_file_is_plain_json(written: tuple[Path, StoredFile]) -> None:
+    assert StoredFile(**json.loads(json.dumps(asdict(written[1])))) == written[1]
