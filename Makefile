@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help venv train test test-all lint format bench docs clean
+.PHONY: help venv train test test-all lint format bench bench-checkpoint docs clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -43,6 +43,9 @@ format: $(READY)  ## make the code look as lint wants it
 
 bench: $(READY)  ## tokens/s, memory and first step beside a bare DDP loop; about 25 minutes
 	$(BIN)/python -m phalanx.bench
+
+bench-checkpoint: $(READY)  ## saving and loading 1 GiB on 4 ranks beside torch's distributed checkpoints
+	$(BIN)/python benchmarks/checkpoint.py
 
 docs: $(READY)  ## write the tables in docs/ and README.md that are generated from the code
 	$(BIN)/python docs/generate.py

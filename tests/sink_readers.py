@@ -16,9 +16,12 @@ def tensorboard_curves(run_dir: Path) -> Curves:
 
     accumulator = EventAccumulator(str(run_dir / "tensorboard"))
     accumulator.Reload()
-    return {
-        tag: {point.step: point.value for point in accumulator.Scalars(tag)} for tag in accumulator.Tags()["scalars"]
-    }
+    curves: Curves = {}
+    for tag in accumulator.Tags()["scalars"]:
+        points = accumulator.Scalars(tag)
+        assert len({point.step for point in points}) == len(points), f"{tag}: a step is drawn twice"
+        curves[tag] = {point.step: point.value for point in points}
+    return curves
 
 
 def wandb_records(run_dir: Path) -> Iterator[Any]:
@@ -61,11 +64,13 @@ def mlflow_run(run_dir: Path) -> tuple[Any, Any]:
 
 
 def mlflow_curves(run_dir: Path) -> Curves:
+    """Of a step with several values the latest."""
     client, run = mlflow_run(run_dir)
     curves: Curves = {}
     for name in run.data.metrics:
-        points = client.get_metric_history(run.info.run_id, name)
-        assert len({point.step for point in points}) == len(points), f"{name}: a step is there twice"
+        points = sorted(client.get_metric_history(run.info.run_id, name), key=lambda point: point.timestamp)
+        told = {(point.step, point.value) for point in points}
+        assert len(told) == len(points), f"{name}: a value is there twice"
         curves[name] = {point.step: point.value for point in points}
     return curves
 

@@ -79,9 +79,21 @@ def build(channels: int = 32, num_blocks: int = 3) -> nn.Module:
 
 
 # [objective]
-def cross_entropy(outputs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """A sum over the samples and how many there are, so that averages are exact whatever ranks hold."""
-    return F.cross_entropy(outputs, batch["labels"], reduction="sum"), torch.tensor(len(outputs))
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class CrossEntropy:
+    def __call__(self, outputs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> Pair:
+        """A sum over the samples and how many there are, so that averages are exact whatever ranks hold."""
+        return F.cross_entropy(outputs, batch["labels"], reduction="sum"), torch.tensor(len(outputs))
+
+    def metrics(self, outputs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> dict[str, Pair]:
+        """Of evaluations: by name, again a sum and how many there are."""
+        num_right = (outputs.argmax(dim=1) == batch["labels"]).sum()
+        return {"accuracy": (num_right, torch.tensor(len(outputs)))}
+
+
+cross_entropy = CrossEntropy()
 
 
 # [/objective]

@@ -157,7 +157,7 @@ def test_a_directory_that_disappears_stops_nobody(kind: str, tmp_path: Path) -> 
 
 def test_a_resumed_run_adds_to_the_same_curves(kind: str, tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text(json.dumps({"run": {"name": "r"}, "optim": {"lr": 0.25}}))
-    evaluation = EvalFinished(4, 2.5, 100, 1.0, {"a/b": 2.25})
+    evaluation = EvalFinished(4, 2.5, 100, 1.0, {"a/b": 2.25}, metrics={"top 5": 0.75})
     assert not record(kind, tmp_path, 0, [started(0), *(step(number, loss=1 / number) for number in (1, 2, 3))])
     again = [started(2), step(3, loss=1 / 3), StepSkipped(4, "no_targets", 0.0, 0, 32), step(4, loss=1 / 4), evaluation]
     assert not record(kind, tmp_path, 1, again)
@@ -165,6 +165,7 @@ def test_a_resumed_run_adds_to_the_same_curves(kind: str, tmp_path: Path) -> Non
     assert curves["train/loss"] == pytest.approx({1: 1, 2: 1 / 2, 3: 1 / 3, 4: 1 / 4})
     assert curves["eval/loss"] == {4: 2.5}
     assert curves["eval/loss/a_b"] == {4: 2.25}
+    assert curves["eval/top_5"] == {4: 0.75}
     assert curves["train/skipped"] == {4: 1.0}
     at_two = {name: values[2] for name, values in curves.items() if 2 in values}
     assert at_two == pytest.approx(
@@ -181,6 +182,15 @@ def test_a_resumed_run_adds_to_the_same_curves(kind: str, tmp_path: Path) -> Non
         }
     )
     IS_ONE_RUN[kind](tmp_path)
+
+
+def test_what_is_done_first_after_a_restart_joins_what_stands(kind: str, tmp_path: Path) -> None:
+    """The evaluation of the step that is continued from: it is drawn, and the step itself stays."""
+    record(kind, tmp_path, 0, [started(0), step(1, loss=1.0), step(2, loss=0.5)])
+    record(kind, tmp_path, 1, [started(2), EvalFinished(2, 2.5, 100, 1.0), step(3, loss=0.25)])
+    curves = CURVES[kind](tmp_path)
+    assert curves["train/loss"] == {1: 1.0, 2: 0.5, 3: 0.25}
+    assert curves["eval/loss"] == {2: 2.5}
 
 
 def one_tensorboard_directory(run_dir: Path) -> None:
@@ -249,6 +259,56 @@ def test_how_a_run_ended_is_known_from_what_it_said(found: list[Event], status: 
     for event in found:
         metrics.take(Envelope(event, 0, 0, 1.0))
     assert metrics.status == status
+
+
+def told(metrics: Metrics, run_dir: Path, attempt: int, found: list[Event]) -> dict[int, dict[str, float]]:
+    """The points of an attempt by step; its events are on record, as a rank's are."""
+    bus = Bus(rank=0, attempt=attempt, run_dir=run_dir)
+    for event in found:
+        bus.emit(event)
+    bus.close()
+    points = [metrics.take(Envelope(event, 0, attempt, 1.0)) for event in found]
+    return {point.step: point.values for point in points if point is not None}
+
+
+def skipped(at: int) -> StepSkipped:
+    return StepSkipped(at, "no_targets", 0.0, 0, 32)
+
+
+def test_skipped_steps_are_counted_over_all_attempts_and_those_done_again_once(tmp_path: Path) -> None:
+    assert told(Metrics(tmp_path), tmp_path, 0, [started(0), skipped(1), skipped(3), skipped(4)]) == {
+        1: {"train/skipped": 1},
+        3: {"train/skipped": 2},
+        4: {"train/skipped": 3},
+    }
+    assert told(Metrics(tmp_path), tmp_path, 1, [started(2), skipped(4)]) == {4: {"train/skipped": 2}}
+    assert told(Metrics(tmp_path), tmp_path, 2, [started(4), skipped(5)]) == {5: {"train/skipped": 3}}
+
+
+def test_sources_whose_names_look_alike_keep_their_own_curves(tmp_path: Path) -> None:
+    """Whichever of them comes first after a restart."""
+
+    def evaluation(at: int, losses: dict[str, float]) -> EvalFinished:
+        return EvalFinished(at, 2.0, 100, 1.0, losses)
+
+    first = told(Metrics(tmp_path), tmp_path, 0, [started(0), evaluation(1, {"a/b": 1.0, "a_b": 2.0, "a.b": 3.0})])[1]
+    assert first["eval/loss/a_b"] == 1.0
+    assert sorted(first.values()) == [1.0, 2.0, 2.0, 3.0]
+    again = told(Metrics(tmp_path), tmp_path, 1, [started(1), evaluation(2, {"a.b": 3.0, "a_b": 2.0})])[2]
+    assert again.items() <= first.items()
+    assert sorted(again.values()) == [2.0, 2.0, 3.0]
+
+
+def test_mlflow_has_the_values_of_a_step_that_is_done_again(tmp_path: Path) -> None:
+    """It can take none back: the later value follows, and the same value is not there twice."""
+    pytest.importorskip("mlflow")
+    record("mlflow", tmp_path, 0, [started(0), step(1), step(2, loss=2.0), EvalFinished(2, 2.5, 100, 1.0)])
+    record("mlflow", tmp_path, 1, [started(1), step(2, loss=1.5), EvalFinished(2, 2.25, 100, 1.0)])
+    client, run = mlflow_run(tmp_path)
+    history = client.get_metric_history(run.info.run_id, "train/loss")
+    assert sorted((point.step, point.value) for point in history) == [(1, 2.0), (2, 1.5), (2, 2.0)]
+    assert len(client.get_metric_history(run.info.run_id, "time/step_s")) == 2
+    assert run.data.metrics["eval/loss"] == 2.25
 
 
 def test_the_page_about_sinks_names_them_all_and_shows_the_example() -> None:

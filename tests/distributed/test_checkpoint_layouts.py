@@ -18,9 +18,12 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
 
 from models import LAYOUTS, global_batches, plan, shape, share
-from phalanx.checkpoint import store
 from phalanx.checkpoint.chunks import StoredFile
+from phalanx.checkpoint.folder import LocalFolder
+from phalanx.checkpoint.load import load
 from phalanx.checkpoint.manifest import MANIFEST, body_xxh3, list_checkpoints, read_manifest
+from phalanx.checkpoint.save import save
+from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import Phases
 from phalanx.job.schema import Optim
@@ -36,6 +39,17 @@ from ranks import run_ranks
 
 OBJECTIVE = causal_cross_entropy(64)
 Tensors = dict[str, torch.Tensor]
+
+
+def store(run_dir: Path) -> LocalStore:
+    return LocalStore(run_dir / "checkpoints")
+
+
+def saved_path(run_dir: Path, step: int, shards: dict[str, LogicalShard], **how: Any) -> Path:
+    """Where the shards were saved."""
+    folder = save(store(run_dir), step, shards, **how).folder
+    assert isinstance(folder, LocalFolder)
+    return folder.path
 
 
 def new_state(mesh: Mesh, layout: dict[str, int], *, seed: int = 0) -> TrainState:
@@ -81,7 +95,7 @@ def save_each(rank: int, num_ranks: int, root: Path) -> dict[str, tuple[Tensors,
         state = new_state(mesh, layout)
         for batch in global_batches(2):
             take_step(state, batch)
-        _, num_bytes = state.save(root / name, job_digest="0", phases=Phases())
+        num_bytes = state.save(store(root / name), job_digest="0", phases=Phases()).num_bytes
         found[name] = (whole_tensors(state), num_bytes)
     return found
 
@@ -219,8 +233,8 @@ def test_any_partition_is_restored_under_any_other(tmp_path: Path, data: st.Data
         }
 
     written, wanted = shards(True), shards(False)
-    path, _ = store.save(tmp_path, 1, written, aliases={}, facts={}, job_digest="", mesh=ONE, phases=Phases())
-    store.load(path, wanted, mesh=ONE, phases=Phases())
+    path = saved_path(tmp_path, 1, written, aliases={}, facts={}, job_digest="", group=ONE, phases=Phases())
+    load(path, wanted, group=ONE, phases=Phases())
     for name, found in wanted.items():
         for box in found.boxes:
             assert torch.equal(
@@ -232,12 +246,12 @@ def test_facts_and_aliases_come_back_and_a_step_can_be_saved_again(tmp_path: Pat
     shards = {"w": shard("w", torch.ones(3), [Box((0,), (0,), (3,))], strips=False, fill=True)}
     for value in (1.0, 2.0):
         shards["w"].tensor.fill_(value)
-        path, _ = store.save(
-            tmp_path, 5, shards, aliases={"a": "w"}, facts={"n": value}, job_digest="d", mesh=ONE, phases=Phases()
+        path = saved_path(
+            tmp_path, 5, shards, aliases={"a": "w"}, facts={"n": value}, job_digest="d", group=ONE, phases=Phases()
         )
         (path.with_name(f".{path.name}.replaced") / "left").mkdir(parents=True)  # as a crash may leave it
     shards["w"].tensor.zero_()
-    manifest = store.load(path, shards, mesh=ONE, phases=Phases())
+    manifest = load(path, shards, group=ONE, phases=Phases())
     assert shards["w"].tensor.tolist() == [2.0] * 3
     assert (manifest.facts, manifest.aliases, manifest.step, manifest.job_digest) == ({"n": 2.0}, {"a": "w"}, 5, "d")
     assert list_checkpoints(tmp_path) == [path]
@@ -246,7 +260,7 @@ def test_facts_and_aliases_come_back_and_a_step_can_be_saved_again(tmp_path: Pat
 def test_blocks_that_do_not_make_the_whole_are_not_written(tmp_path: Path) -> None:
     part = shard("w", torch.ones(4), [Box((0,), (0,), (3,))], strips=False, fill=True)
     with pytest.raises(CheckpointError, match="w do not make the whole"):
-        store.save(tmp_path, 1, {"w": part}, aliases={}, facts={}, job_digest="", mesh=ONE, phases=Phases())
+        saved_path(tmp_path, 1, {"w": part}, aliases={}, facts={}, job_digest="", group=ONE, phases=Phases())
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
@@ -323,12 +337,15 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "manifest is a list": ("format", lambda d: (d / MANIFEST).write_text("[]")),
     "edited fact": ("checksum", lambda d: edit(d, lambda b: b["facts"].update(step=8), sign=False)),
     "pieces swapped": ("checksum", lambda d: edit(d, swap_pieces, sign=False)),
-    "missing tensor": ("1 missing: small", lambda d: edit(d, lambda b: b["tensors"].pop("small"))),
+    "missing tensor": ("(1 missing)", lambda d: edit(d, lambda b: b["tensors"].pop("small"))),
     "unknown tensor": (
-        "not in this model: x",
+        "1 not in this model",
         lambda d: edit(d, lambda b: b["tensors"].update(x=b["tensors"]["small"])),
     ),
-    "wrong shape": ("wanted [8, 4]", lambda d: edit(d, lambda b: b["tensors"]["big"].update(shape=[8, 5]))),
+    "wrong shape": (
+        "float32 [8, 4]  float32 [8, 5]",
+        lambda d: edit(d, lambda b: b["tensors"]["big"].update(shape=[8, 5])),
+    ),
     "wrong dtype": ("float64", lambda d: edit(d, lambda b: b["tensors"]["big"].update(dtype="float64"))),
     "path traversal": ("bad file name", lambda d: edit(d, point_outside)),
     "piece outside": ("outside its shape", lambda d: edit(d, lambda b: pieces(b)[1].update(offset=[5, 0]))),
@@ -362,10 +379,9 @@ def halves(rank: int, fill: float | None) -> dict[str, LogicalShard]:
 
 def save_halves(run_dir: Path, step: int, rank: int, mesh: Mesh, fill: float = 0.0) -> Path:
     shards = halves(rank, fill)
-    path, _ = store.save(
-        run_dir, step, shards, aliases={}, facts={"step": step}, job_digest="", mesh=mesh, phases=Phases()
+    return saved_path(
+        run_dir, step, shards, aliases={}, facts={"step": step}, job_digest="", group=mesh, phases=Phases()
     )
-    return path
 
 
 def load_damaged(rank: int, root: Path) -> dict[str, tuple[str, bool]]:
@@ -373,7 +389,7 @@ def load_damaged(rank: int, root: Path) -> dict[str, tuple[str, bool]]:
     with open_mesh(Layout(dp_shard=2), device="cpu") as mesh:
         good = save_halves(root, 1, rank, mesh)
         shards = halves(rank, None)
-        store.load(good, shards, mesh=mesh, phases=Phases())
+        load(good, shards, group=mesh, phases=Phases())
         found["good"] = ("", all(torch.equal(shards[n].tensor, s.tensor) for n, s in halves(rank, 0.0).items()))
         for name, (_, damage) in DAMAGE.items():
             bad = root / name.replace(" ", "-")
@@ -385,7 +401,7 @@ def load_damaged(rank: int, root: Path) -> dict[str, tuple[str, bool]]:
             shards = halves(rank, None)
             message = ""
             try:
-                store.load(bad, shards, mesh=mesh, phases=Phases())
+                load(bad, shards, group=mesh, phases=Phases())
             except CheckpointError as error:
                 message = str(error)
             found[name] = (message, all(bool((s.tensor == -1).all()) for s in shards.values()))
@@ -432,7 +448,7 @@ def fail_on_one_rank(rank: int, root: Path) -> list[Any]:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         mesh.barrier()
         shards = halves(rank, None)
-        store.load(good, shards, mesh=mesh, phases=Phases())
+        load(good, shards, group=mesh, phases=Phases())
         kept = all(torch.equal(shards[name].tensor, s.tensor) for name, s in halves(rank, 0.0).items())
         return [message, kept, sorted(path.name for path in (root / "checkpoints").iterdir())]
 
@@ -447,7 +463,7 @@ def test_a_write_that_fails_on_one_rank_fails_on_all_and_leaves_the_old_checkpoi
 
 def restore_other_seed(rank: int, root: Path) -> tuple[str, bool]:
     state = new_state(ONE, {}, seed=1)
-    state.save(root, job_digest="", phases=Phases())
+    state.save(store(root), job_digest="", phases=Phases())
     other = new_state(ONE, {}, seed=2)
     before = whole_tensors(other)
     message = ""
@@ -467,7 +483,7 @@ def test_a_checkpoint_of_another_seed_is_refused_with_the_state_untouched(tmp_pa
 
 def test_an_unfinished_checkpoint_is_not_listed(tmp_path: Path) -> None:
     part = {"w": shard("w", torch.ones(3), [Box((0,), (0,), (3,))], strips=False, fill=True)}
-    path, _ = store.save(tmp_path, 3, part, aliases={}, facts={}, job_digest="", mesh=ONE, phases=Phases())
+    path = saved_path(tmp_path, 3, part, aliases={}, facts={}, job_digest="", group=ONE, phases=Phases())
     for name, has_manifest in (
         (".step-4.partial", True),
         ("step-5", False),

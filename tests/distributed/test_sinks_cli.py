@@ -23,7 +23,11 @@ SECRETS = {
     "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567",
     "MY_SECRET_TOKEN": 'tok"en/with+odd & <chars> 100%',
     "STORE_URL": "postgres://trainer:correct-horse@store/db",
+    "CACHE_URL": "redis://:qx7@cache/0?token=tq7",
+    "MYSQL_PWD": "no-folder-at-all",
+    "BLOB_CONNECTION_STRING": "Endpoint=x;AccountKey=abc/def+012==",
 }
+SHORT = (":qx7@", "=tq7")  # found by their place only
 PASSWORD = "correct-horse"
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -72,7 +76,7 @@ def test_no_secret_of_the_environment_reaches_a_file_of_the_run(tmp_path: Path) 
     assert events(run_dir, RestartScheduled), "the model raised"
     (failure,) = (envelope.event for envelope in events(run_dir, RankFailed))
     assert failure.detail == "RuntimeError: postgres://trainer:***@store/db refuses '***'"
-    hidden = [SECRETS["WANDB_API_KEY"], SECRETS["MY_SECRET_TOKEN"], PASSWORD]
+    hidden = [*(value for name, value in SECRETS.items() if not name.endswith("_URL")), PASSWORD, *SHORT]
     written = [done.out.encode(), done.err.encode()]
     written += [path.read_bytes() for path in run_dir.rglob("*") if path.is_file()]
     for secret in hidden:

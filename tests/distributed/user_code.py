@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -84,3 +85,8 @@ class Slow(Bigram):
 
 def slow(vocab_size: int = 257) -> nn.Module:
     return Slow(vocab_size)
+
+
+def stand_still() -> None:
+    """A fault: what this thread does, a write say, never ends."""
+    threading.Event().wait()

@@ -30,10 +30,13 @@ from commands import (
     write_text,
 )
 from phalanx.checkpoint.best import read_best
+from phalanx.checkpoint.manifest import list_checkpoints
 from phalanx.observe.events import EvalFinished, RankFailed, RanksStarted, RestartScheduled
 
 STEPS, EVERY, EVALUATED = 40, 5, 10
 LAYOUTS = {"ddp": "parallel.dp_replicate=2", "zero3": "parallel.dp_shard=2"}
+WAITED = "checkpoint.asynchronous=false"  # saves come at exactly the steps that are a multiple of EVERY
+BESIDE = ("checkpoint.asynchronous=true", "checkpoint.every_steps=1", "checkpoint.keep_last=2")  # one after the other
 STEP_PHASES = ("data", "forward", "backward", "collective", "optimizer")
 SAVE_PHASES = ("ckpt_stage", "ckpt_write", "before_commit", "after_commit")
 
@@ -46,7 +49,7 @@ class Drill:
 
     def arguments(self, layout: str, name: str, *more: str) -> list[str]:
         job = (*TINY, "data.source=text", f"train.steps={STEPS}", f"checkpoint.every_steps={EVERY}", "optim.lr=0.01")
-        return ["train", *job, "parallel.ranks=2", LAYOUTS[layout], f"run.dir={name}", *more]
+        return ["train", *job, "parallel.ranks=2", LAYOUTS[layout], f"run.dir={name}", WAITED, *more]
 
     def injured(self, layout: str, name: str, faults: list[str], *more: str) -> Done:
         return run(*self.arguments(layout, name, _inject(faults), *more), cwd=self.folder)
@@ -146,6 +149,29 @@ def test_a_killed_run_is_continued_by_hand(drill: Drill, layout: str, seed: int)
     drill.require_same(layout, name)
 
 
+@pytest.mark.parametrize(("layout", "seed"), [("ddp", 5), ("zero3", 6)])
+def test_killed_while_saves_are_in_flight(drill: Drill, layout: str, seed: int) -> None:
+    """Saves beside training, one after the other: kills in each phase of the thread that writes, at its first save and
+    at a drawn step, which it may be saving or not, and in phases of the steps that training does meanwhile.
+    """
+    name = f"{layout} beside"
+    draw = random.Random(seed)
+    first = [f"kill:rank={draw.randrange(2)},phase={phase}" for phase in (*SAVE_PHASES, "ckpt_load")]
+    steps = draw_faults(seed, ("forward", "optimizer"))
+    perhaps = [f"kill:rank={draw.randrange(2)},step={draw.randrange(2, STEPS)},phase={phase}" for phase in SAVE_PHASES]
+    print("seed", seed, first, steps, perhaps)
+    done = drill.injured(layout, name, [*first, *steps, *perhaps], "resilience.max_restarts=20", *BESIDE)
+    assert done.code == 0, done.err
+    run_dir = drill.folder / name
+    struck = os.listdir(run_dir / "faults")
+    assert len(first) + len(steps) <= len(struck) <= len(first) + len(steps) + len(perhaps)
+    assert len(events(run_dir, RankFailed)) in (len(struck), len(struck) - 1)  # two at the same moment end one attempt
+    drill.require_same(layout, name)
+    kept = {path.name for path in list_checkpoints(run_dir)}
+    assert f"step-{STEPS}" in kept
+    assert len(kept) == 2
+
+
 @pytest.mark.parametrize("whole_group", [False, True])
 def test_a_killed_supervisor_takes_its_ranks_along(drill: Drill, whole_group: bool) -> None:
     """kill -9 of the supervisor, alone or with its process group; nothing is left and the run continues."""
@@ -175,7 +201,8 @@ def test_campaign(drill: Drill, seed: int) -> None:
     faults = draw_faults(seed, phases)
     name = f"campaign {seed}"
     print("seed", seed, layout, faults)
-    arguments = drill.arguments(layout, name, _inject(faults), "resilience.max_restarts=20")
+    how = BESIDE if seed % 4 < 2 else ()
+    arguments = drill.arguments(layout, name, _inject(faults), "resilience.max_restarts=20", *how)
     process = start(*arguments, cwd=drill.folder)
     if seed % 2:
         deadline = time.monotonic() + draw.uniform(2.0, 8.0)

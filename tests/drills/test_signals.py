@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import pytest
 from commands import (
     SLACK,
     TINY,
+    Done,
     environment,
     events,
     loss_curve,
@@ -26,7 +28,14 @@ from commands import (
     weights,
     write_text,
 )
-from phalanx.observe.events import CheckpointSaved, RunFinished, StepFinished, StepSkipped, StopRequested
+from phalanx.observe.events import (
+    CheckpointPostponed,
+    CheckpointSaved,
+    RunFinished,
+    StepFinished,
+    StepSkipped,
+    StopRequested,
+)
 
 STEPS = 100
 JOB = (*TINY, "data.source=text", f"train.steps={STEPS}", "parallel.ranks=2", "observe.log_every=1")
@@ -68,6 +77,58 @@ def test_sigterm_saves_and_the_resumed_run_is_the_same(folder: Path) -> None:
     assert loss_curve(run_dir) == loss_curve(folder / "straight")
     assert weights(run_dir) == weights(folder / "straight")
     assert len(events(run_dir, StepFinished)) == 2 * STEPS  # no step was done twice
+
+
+def test_a_stop_while_a_save_is_in_flight(folder: Path) -> None:
+    """Saves beside training all the time: the one in flight ends, the stop's own comes after it, nothing is lost."""
+    process = start("train", *JOB, "run.dir=in flight", "checkpoint.every_minutes=0.00001", cwd=folder)
+    stopped = _stopped(process, "is still being written")
+    assert stopped.code == 75, stopped.err
+    run_dir = folder / "in flight"
+    (step,) = {e.event.step for e in events(run_dir, StopRequested)}
+    saved = [e.event for e in events(run_dir, CheckpointSaved)]
+    assert saved[-1].step == step
+    assert all(event.stall_s < event.wall_s for event in saved[:-1])
+    postponed = [e.event for e in events(run_dir, CheckpointPostponed)]
+    assert postponed
+    assert all(event.saving_step < event.step for event in postponed)
+    assert {event.saving_step for event in postponed} <= {event.step for event in saved}
+    done = run("train", "--resume", "in flight", cwd=folder)
+    assert done.code == 0, done.err
+    assert loss_curve(run_dir) == loss_curve(folder / "straight")
+    assert weights(run_dir) == weights(folder / "straight")
+    assert len(events(run_dir, StepFinished)) == 2 * STEPS  # no step was done twice
+
+
+@pytest.mark.parametrize("phase", ["ckpt_write", "before_commit"])
+def test_a_grace_period_too_short_leaves_the_checkpoint_before(folder: Path, phase: str) -> None:
+    """The save of the stop stands still (a disk that does not answer): it is killed, and the one before stands."""
+    shutil.copy(Path(__file__).parents[1] / "distributed" / "user_code.py", folder)
+    name = f"no time {phase}"
+    run_dir = folder / name
+    first = _stopped(start("train", *JOB, f"run.dir={name}", cwd=folder), "step 5/")
+    assert first.code == 75, first.err
+    (step,) = {e.event.step for e in events(run_dir, StopRequested)}
+    before = weights(run_dir)
+    limits = ("resilience.grace_s=1", f'resilience.inject=["user_code:stand_still:rank=0,phase={phase}"]')
+    done = _stopped(start("train", "--resume", name, *limits, cwd=folder), f"step {step + 5}/")
+    assert done.code == 75, done.err
+    assert "did not save within the grace period and were killed; the last checkpoint stands" in done.err
+    assert f"newest checkpoint: step-{step})" in done.out
+    assert weights(run_dir) == before
+    done = run("train", "--resume", name, cwd=folder)
+    assert done.code == 0, done.err
+    assert loss_curve(run_dir) == loss_curve(folder / "straight")
+    assert weights(run_dir) == weights(folder / "straight")
+    assert set(os.listdir(run_dir / "checkpoints")) == {f"step-{step}", f"step-{STEPS}"}
+
+
+def _stopped(process: subprocess.Popen[str], words: str) -> Done:
+    """The end of a command that gets SIGTERM as soon as it says `words`."""
+    with watching(process) as watched:
+        watched.wait_for(words)
+        process.send_signal(signal.SIGTERM)
+        return watched.finish()
 
 
 def test_ctrl_c_saves_and_says_how_to_continue(folder: Path) -> None:
@@ -113,7 +174,9 @@ def test_steps_that_are_not_a_number_are_skipped_by_all_ranks(folder: Path) -> N
     """NaN on one rank at steps 3 and 5: nobody applies them, the run says which samples, and it goes on."""
     shutil.copy(Path(__file__).parents[1] / "distributed" / "user_code.py", folder)
     mine = ["model.objective=user_code:poisoned", "train.steps=8", "parallel.ranks=2"]
-    job = ["train", *TINY, "data.source=text", *mine, "checkpoint.every_steps=1"]
+    # Each step, however short it is, in files of its own, however little has changed.
+    saves = ("checkpoint.every_steps=1", "checkpoint.asynchronous=false", "checkpoint.incremental=false")
+    job = ["train", *TINY, "data.source=text", *mine, *saves]
     limit = "resilience.max_skipped_steps=2"
     command = [sys.executable, "-m", "phalanx"]
     some = start(*job, "run.dir=nan", limit, cwd=folder, env=environment(POISON="3,5"), command=command)

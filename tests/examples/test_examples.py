@@ -14,8 +14,9 @@ from types import ModuleType
 import pytest
 
 from commands import TINY, Done, environment, events, finish, loss_curve, start, write_text
+from phalanx.checkpoint.best import read_best
 from phalanx.checkpoint.manifest import list_checkpoints
-from phalanx.observe.events import Note, StepFinished
+from phalanx.observe.events import EvalFinished, Note, StepFinished
 from ranks import run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -103,6 +104,13 @@ def test_digits_are_told_apart_by_a_net_with_batchnorm(tmp_path: Path) -> None:
     found = re.search(r"step 150: ([\d.]+)% of 300 held-out digits are right", said)
     assert found is not None, said
     assert float(found[1]) >= 95
+    evaluated = [envelope.event for envelope in events(tmp_path / "run", EvalFinished)]
+    accuracies = {event.step: event.metrics["accuracy"] for event in evaluated if isinstance(event, EvalFinished)}
+    assert f"{accuracies[150]:.1%}" == f"{found[1]}%", "what two ranks measured is what one process measures"
+    best = read_best(tmp_path / "run")
+    assert best is not None
+    assert (best.metric, best.value) == ("accuracy", max(accuracies.values()))
+    assert accuracies[best.step] == best.value
 
 
 FEW = ("train.steps=10", "eval.tokens=0", "eval.every_steps=none", "data.args.shift=true")

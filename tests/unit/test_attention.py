@@ -35,8 +35,8 @@ def kept(documents: torch.Tensor | None, window: int, causal: bool = True) -> to
         for i in range(T):
             for j in range(T):
                 same = documents is None or documents[row, i] == documents[row, j]
-                near = not window or i - j < window
-                keep[row, i, j] = not causal or bool(j <= i and near and same)
+                near = not window or abs(i - j) < window
+                keep[row, i, j] = bool((j <= i or not causal) and near and same)
     return keep
 
 
@@ -49,10 +49,13 @@ def inputs(kv_heads: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("window", [0, 1, 3, 8, 9, 100])
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["packed", "documents"])
-def test_causal_paths_equal_the_formula(documents: torch.Tensor | None, window: int, kv_heads: int) -> None:
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both-ways"])
+def test_every_path_equals_the_formula(
+    causal: bool, documents: torch.Tensor | None, window: int, kv_heads: int
+) -> None:
     q, k, v = inputs(kv_heads)
-    wanted = attend(q, k, v, kept(documents, window))
-    found = AttentionCore(window=window)(q, k, v, torch.arange(T).expand(len(q), T), documents)
+    wanted = attend(q, k, v, kept(documents, window, causal))
+    found = AttentionCore(causal=causal, window=window)(q, k, v, torch.arange(T).expand(len(q), T), documents)
     torch.testing.assert_close(found, wanted, **EXACT)
     weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     gradients = [torch.autograd.grad((out * weights).sum(), (q, k, v)) for out in (found, wanted)]
@@ -60,18 +63,13 @@ def test_causal_paths_equal_the_formula(documents: torch.Tensor | None, window: 
         torch.testing.assert_close(ours, theirs, **EXACT)
 
 
-def test_without_a_direction_all_attend_to_all() -> None:
-    q, k, v = inputs(2)
-    found = AttentionCore(causal=False)(q, k, v, None)
-    torch.testing.assert_close(found, attend(q, k, v, kept(None, 0, causal=False)), **EXACT)
-
-
 @pytest.mark.parametrize("window", [0, 3])
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["packed", "documents"])
-def test_a_mask_made_beforehand_changes_nothing(documents: torch.Tensor | None, window: int) -> None:
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both-ways"])
+def test_a_mask_made_beforehand_changes_nothing(causal: bool, documents: torch.Tensor | None, window: int) -> None:
     q, k, v = inputs(4)
-    core, positions = AttentionCore(window=window), torch.arange(T).expand(len(q), T)
-    mask = attention_mask(T, window, documents, q.dtype, q.device)
+    core, positions = AttentionCore(causal=causal, window=window), torch.arange(T).expand(len(q), T)
+    mask = attention_mask(T, window, documents, q.dtype, q.device, causal=causal)
     assert torch.equal(core(q, k, v, positions, documents, mask), core(q, k, v, positions, documents))
 
 

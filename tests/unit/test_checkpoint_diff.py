@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.checkpoint import store
 from phalanx.checkpoint.diff import describe, diff_checkpoints
+from phalanx.checkpoint.save import save as save_shards
+from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import Box, LogicalShard, dtype_name
@@ -40,10 +41,10 @@ def save(run_dir: Path, tensors: Tensors, *, rows_cut_at: int = 0, step: int = 3
             boxes = (Box((0,) * len(size), (0,) * len(size), size),)
         shards[name] = LogicalShard(name, size, dtype_name(whole.dtype), boxes, whole)
     mesh = Mesh(Layout(), 0, 0, torch.device("cpu"))
-    return store.save(
-        run_dir, step, shards, aliases={"head": "w"}, facts={"step": step, **facts}, job_digest="", mesh=mesh,
-        phases=Phases(),
-    )[0]  # fmt: skip
+    return save_shards(
+        LocalStore(run_dir / "checkpoints"), step, shards, aliases={"head": "w"}, facts={"step": step, **facts},
+        job_digest="", group=mesh, phases=Phases(),
+    ).folder.path  # fmt: skip
 
 
 def test_the_same_state_cut_differently_is_the_same(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import os
 import re
@@ -14,10 +15,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.feather
 import pyarrow.parquet
 import pytest
 from tests.commands import write_text
 
+import phalanx.data.build as module
 from phalanx.core.errors import DataError, PhalanxError, ResourceError, RunLockedError
 from phalanx.data.build import STATE, BuildProgress, build_dataset
 from phalanx.data.dataset import Dataset, is_dataset, open_dataset, verify_dataset
@@ -125,6 +128,75 @@ def test_a_finished_dataset_is_not_built_again(corpus: Path, tmp_path: Path) -> 
         build(corpus / "large.txt", tmp_path / "out")
 
 
+def rewrite(path: Path, old: bytes, new: bytes, *, keep_times: bool = True) -> None:
+    """Another content of the same size; with the old modification time, as `cp -p` and archives give one."""
+    times = path.stat()
+    content = path.read_bytes()
+    assert old in content
+    assert len(old) == len(new)
+    path.write_bytes(content.replace(old, new))
+    if keep_times:
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def write_table(path: Path, *texts: str) -> None:
+    table = pa.table({"other": ["x" * 50] * len(texts), "text": list(texts)})
+    if path.suffix == ".parquet":
+        pa.parquet.write_table(table, path, compression="none", write_statistics=False)
+    else:
+        pa.feather.write_feather(table, str(path), "uncompressed")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.parquet", "a.feather"])
+@pytest.mark.parametrize("keep_times", [True, False])
+def test_a_file_that_changed_and_kept_its_size_is_noticed(tmp_path: Path, name: str, keep_times: bool) -> None:
+    folder, out = tmp_path / "in", tmp_path / "out"
+    folder.mkdir()
+    (folder / "b.txt").write_text("nobody touches this")
+    path = folder / name
+    if name.endswith(("parquet", "feather")):
+        write_table(path, "some text", "before")
+    elif name.endswith("gz"):
+        path.write_bytes(gzip.compress(b'{"text": "before"}\n', 0))
+    else:
+        path.write_text('{"text": "before"}\n')
+    build(folder, out)
+    rewrite(path, b"before", b"behind", keep_times=keep_times)
+    with pytest.raises(DataError, match=rf"another dataset is there \({path} had another content when it was built"):
+        build(folder, out)
+    rewrite(path, b"behind", b"before")
+    build(folder, out)
+
+
+def test_a_file_that_was_only_touched_or_copied_is_the_same(corpus: Path, tmp_path: Path) -> None:
+    folder, out = tmp_path / "in", tmp_path / "out"
+    shutil.copytree(corpus, folder)
+    digest = build(folder, out).digest
+    shutil.rmtree(folder)
+    shutil.copytree(corpus, folder, copy_function=shutil.copy)  # new times
+    assert build(folder, out).digest == digest
+    shutil.rmtree(out)
+    assert build(folder, out).digest == digest  # dataset.json does not tell when its inputs were written
+
+
+@pytest.mark.parametrize(("old", "new"), [(b"def", b"fed"), (b"def", b"def")])
+def test_a_file_that_changes_after_it_was_read(corpus: Path, tmp_path: Path, old: bytes, new: bytes) -> None:
+    """Another content is refused at the end, once; another time alone is no matter."""
+    folder, out = tmp_path / "in", tmp_path / "out"
+    shutil.copytree(corpus, folder)
+
+    def change(progress: BuildProgress) -> None:
+        if progress.num_shards_done == progress.num_shards:
+            rewrite(folder / "large.txt", old, new)
+
+    if old != new:
+        with pytest.raises(DataError, match=r"large\.txt: the file changed after it was read"):
+            build(folder, out, progress=change)
+    build(folder, out, progress=None if old != new else change)
+    build(folder, tmp_path / "straight")
+    assert bytes_of(out) == bytes_of(tmp_path / "straight")
+
+
 def test_progress_ends_with_everything_done(corpus: Path, tmp_path: Path) -> None:
     told: list[BuildProgress] = []
     dataset = build(corpus, tmp_path / "out", progress=told.append)
@@ -142,6 +214,32 @@ def test_shards_are_many_enough_to_share_and_few_enough_to_map(total_bytes: int)
     assert size == default_shard_bytes(total_bytes + total_bytes // 1000)  # a little more keeps its shards
     assert total_bytes / size <= 1024
     assert size <= 4 * 2**20 or total_bytes / size >= 64 or size == 64 * 2**20 or total_bytes / size > 512
+
+
+# Text that spells a special token
+
+
+def test_text_about_the_end_of_a_document_does_not_end_there(corpus: Path, bpe: str, tmp_path: Path) -> None:
+    """Reference: the document, decoded, and the ends that were put behind documents."""
+    text = "A text ends with <|endoftext|> in GPT-2.\n<|endoftext|><|endoftext|>"
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps({'text': text})}\n" * 3)
+    dataset = build(tmp_path / "rows.jsonl", tmp_path / "out", tokenizer=bpe)
+    tokens, encoder = all_tokens(dataset), load_tokenizer(bpe)
+    assert tokens.count(encoder.end_of_document or 0) == dataset.num_documents == 3
+    assert encoder.decode(tokens) == f"{text}\n" * 3
+    assert dataset.manifest.num_ends_in_text == 0
+
+
+def test_a_tokenizer_that_cannot_tell_its_end_from_text_is_found_out(tmp_path: Path) -> None:
+    """Unigram models hold "</s>" as a piece of text like any other."""
+    import tokenizers
+
+    unigram = tokenizers.Tokenizer(tokenizers.models.Unigram([("<unk>", 0.0), ("</s>", -1.0), ("a", -1.0)], 0, False))
+    unigram.add_special_tokens(["</s>"])
+    unigram.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text("aa</s>a</s>")
+    dataset = build(tmp_path / "a.txt", tmp_path / "out", tokenizer=str(tmp_path))
+    assert dataset.manifest.num_ends_in_text == 2
 
 
 # Interruptions
@@ -196,6 +294,16 @@ def test_inputs_that_changed_meanwhile_are_read_again(corpus: Path, tmp_path: Pa
     assert all_tokens(dataset) == all_tokens(open_dataset(tmp_path / "straight"))
 
 
+def test_inputs_that_changed_and_kept_size_and_time_are_read_again(corpus: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(corpus, folder)
+    interrupted(folder, tmp_path / "out", 8)
+    rewrite(folder / "large.txt", b"import", b"export")
+    build(folder, tmp_path / "out")
+    build(folder, tmp_path / "straight")
+    assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "straight")
+
+
 def test_a_shard_that_was_damaged_meanwhile_is_built_again(corpus: Path, tmp_path: Path) -> None:
     interrupted(corpus, tmp_path / "out", 3)
     os.truncate(tmp_path / "out" / "shard-00001.tokens", 5000)
@@ -212,6 +320,29 @@ def test_two_builds_of_one_place(corpus: Path, tmp_path: Path) -> None:
                 build(corpus, tmp_path / "out")
 
     build(corpus, tmp_path / "out", progress=second)
+
+
+@pytest.mark.parametrize("shard_bytes", [SMALL, 2 * SMALL])
+def test_a_build_that_finishes_between_a_look_and_the_lock_is_not_overwritten(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_bytes: int
+) -> None:
+    out = tmp_path / "out"
+    lock = module._lock
+
+    def late(directory: Path) -> int:
+        monkeypatch.setattr(module, "_lock", lock)
+        build(corpus, out)  # somebody else was quicker
+        return lock(directory)
+
+    monkeypatch.setattr(module, "_lock", late)
+    if shard_bytes == SMALL:
+        told: list[BuildProgress] = []
+        build(corpus, out, progress=told.append)
+        assert told == []
+    else:
+        with pytest.raises(DataError, match=r"another dataset is there \(other shard_bytes\)"):
+            build(corpus, out, shard_bytes=shard_bytes)
+    assert list(verify_dataset(out)) == []
 
 
 def test_an_error_takes_everything_away_if_that_is_wanted(corpus: Path, tmp_path: Path) -> None:
@@ -462,6 +593,28 @@ def test_a_dataset_json_that_is_not_one(built: Path, content: str) -> None:
     with pytest.raises(DataError, match=r"dataset\.json"):
         open_dataset(built)
     assert len(list(verify_dataset(built))) == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("vocab_size", "x", "vocab_size is 'x'"),
+        ("source_bytes", None, "source_bytes is None"),
+        ("num_not_utf8", -1, "num_not_utf8 is -1"),
+        ("end_of_document", 257, "end_of_document is 257"),
+        ("end_of_document", True, "end_of_document is True"),
+        ("column", 3, "column is 3"),
+        ("inputs", ["a"], "dataset.json cannot be used"),
+        ("inputs", [{"source": 1, "num_files": 1, "num_bytes": 1}], "inputs.0.source is 1"),
+        ("vocab_size", 10**15, "vocab_size 257, dataset.json says 1000000000000000"),
+    ],
+)
+def test_a_dataset_json_with_a_value_that_cannot_be(built: Path, key: str, value: Any, said: str) -> None:
+    manifest = json.loads((built / "dataset.json").read_text()) | {key: value}
+    (built / "dataset.json").write_text(json.dumps(manifest))
+    with pytest.raises(DataError) as caught:
+        open_dataset(built)
+    assert said in str(caught.value)
 
 
 def test_a_dataset_json_that_reaches_outside(built: Path) -> None:

@@ -56,6 +56,16 @@ def test_what_a_build_says(texts: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert again.startswith("there   ")
 
 
+def test_what_a_build_left_out_is_said(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.txt").write_text("a text")
+    (folder / "b.txt").symlink_to("a.txt")
+    said(capsys, "build", texts, "--out", folder / "tokens")
+    out = said(capsys, "build", folder, folder / "a.txt", "--out", tmp_path / "out")
+    assert "1 folder skipped, a dataset or a run and not text; 2 files given again, read once\n" in out
+
+
 def test_a_build_says_how_fast_the_tokenizer_alone_is(
     texts: Path, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -63,11 +73,28 @@ def test_a_build_says_how_fast_the_tokenizer_alone_is(
     assert re.search(r"the tokenizer alone [\d.,]+ MB/s per worker, \d+ % of the time", out)
 
 
+def test_facts_have_a_versioned_schema(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As those of all verbs; so has an error."""
+    (tmp_path / "a.txt").write_text("a text")
+    arguments = [tmp_path / "a.txt", "--out", tmp_path / "out", "--json"]
+    for verb, rest in {
+        "build": arguments,
+        "tokenizer": [*arguments, "--vocab-size", 300],
+        "verify": [made / "tokens", "--json"],
+        "stats": [made / "tokens", "--json"],
+    }.items():
+        facts = json.loads(said(capsys, verb, *rest))
+        assert facts["schema"] == f"phalanx.data-{verb}/1"
+        assert "format" not in facts
+        assert _app.run(["data", verb, "nowhere", *map(str, rest[1:])]) == 4
+        assert json.loads(capsys.readouterr().out)["schema"] in ("phalanx.error/1", "phalanx.data-verify/1")
+
+
 def test_facts_of_a_build_as_json(texts: Path, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     facts = json.loads(said(capsys, "build", texts, "--tokenizer", made, "--out", out, "--json"))
     dataset = open_dataset(out)
-    assert facts["schema"] == "phalanx.data_build/1"
+    assert facts["schema"] == "phalanx.data-build/1"
     assert (facts["digest"], facts["num_tokens"]) == (dataset.digest, dataset.num_tokens)
     assert facts["build"]["text_bytes"] == facts["source_bytes"]
     assert facts["build"]["tokenizer_bytes_per_s_per_worker"] > 0
@@ -90,6 +117,7 @@ def test_a_tokenizer_of_a_corpus_with_few_pairs_is_smaller_and_says_so(
     out = said(capsys, "tokenizer", tmp_path / "a.txt", "--vocab-size", 5000, "--out", tmp_path)
     assert "the corpus has no more; 5,000 were asked for" in out
     assert "at least 257" in said(capsys, "tokenizer", "stdlib", "--vocab-size", 256, "--out", tmp_path, code=2)
+    assert "at most 4,194,304" in said(capsys, "tokenizer", "stdlib", "--vocab-size", 10**11, "--out", "x", code=2)
 
 
 def test_a_part_of_the_corpus_is_enough(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -148,7 +148,7 @@ def test_what_is_read_again_must_be_the_same(run_dir: Path) -> None:
 def test_steps_before_the_record_was_kept_are_said_to_be_missing(run_dir: Path) -> None:
     read(run_dir, 1, range(6, 8))
     problems = check_ledger(run_dir).problems
-    assert problems[0] == "step 1: no rank has a record"
+    assert problems[0] == "steps 1 to 5: no rank has a record"
     assert "step 6: samples 0 to 39 are missing" in problems
 
 
@@ -158,11 +158,36 @@ def test_no_record_and_no_run_are_refused(run_dir: Path, tmp_path: Path) -> None
             check_ledger(folder)
 
 
-def test_damaged_records_are_problems_and_no_traceback(run_dir: Path) -> None:
-    read(run_dir, 0, range(1, 4), changed=at(2, 0, lambda event: replace(event, ranges=[8, 12, 99])))
-    assert not check_ledger(run_dir).ok
-    read(run_dir, 1, range(1, 4), changed=at(2, 0, lambda event: replace(event, ranges=[2**62, 2**62 + 4])))
-    assert not check_ledger(run_dir).ok
-    read(run_dir, 2, range(1, 4), changed=at(2, 0, lambda event: replace(event, ranges=[0, 10**15])))
-    assert not check_ledger(run_dir).ok
-    assert np.isfinite(check_ledger(run_dir).num_samples)
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ({"ranges": [8, 12, 99]}, "no pairs of sample numbers"),
+        ({"ranges": [2**62, 2**62 + 4]}, "no pairs of sample numbers"),
+        ({"ranges": [0, 10**15]}, "empty or absurdly long"),
+        ({"step": 10**12}, "the attempt has steps 1 to 99"),
+        ({"step": 2.5}, "the attempt has steps 1 to 99"),
+        ({"step": 0}, "the attempt has steps 1 to 99"),
+        ({"data_parallel_size": 10**12}, "of 1000000000000 data-parallel ranks, and there are 2 ranks"),
+        ({"data_parallel_rank": 2}, "of 2 data-parallel ranks"),
+    ],
+)
+def test_a_damaged_record_is_a_problem_that_is_named(run_dir: Path, damage: dict[str, object], said: str) -> None:
+    read(run_dir, 0, range(1, 4), changed=at(2, 0, lambda event: replace(event, **damage)))
+    report = check_ledger(run_dir)
+    assert said in report.problems[0]
+    assert f"step {damage.get('step', 2)}: rank" in report.problems[0]
+    assert "step 2: rank 0 has no record" in report.problems
+    assert np.isfinite(report.num_samples)
+
+
+def test_a_far_step_is_one_gap_where_no_start_of_the_attempt_is_on_record(run_dir: Path) -> None:
+    far = at(2, 1, lambda event: replace(event, step=10**12))
+    read(run_dir, 0, range(1, 4), ranks=2, only=[1], changed=far)  # rank 0, which says how it began, wrote nothing
+    problems = check_ledger(run_dir).problems
+    assert "steps 4 to 999999999999: no rank has a record" in problems
+    assert len(problems) < 8
+
+
+def test_a_step_that_claims_other_numbers_of_samples_is_named_and_not_read(run_dir: Path) -> None:
+    read(run_dir, 0, range(1, 4), changed=at(3, 1, lambda event: replace(event, ranges=[20, 20 + 2**24])))
+    assert check_ledger(run_dir).problems == ("step 3: rank 1 read 16777216 samples, and 4 in other steps",)

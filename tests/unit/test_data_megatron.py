@@ -146,3 +146,8 @@ def test_a_flipped_bit_is_found_before_a_run_goes_on(tmp_path: Path) -> None:
 def test_negative_ids_are_refused_by_their_place(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"corpus\.bin: position 1: token id -7 is negative"):
         prepare(write(tmp_path, [[[1, -7, 2, 3, 4, 5]]]), tmp_path / "data")
+
+
+@pytest.mark.parametrize("source", [".", "/", ""])
+def test_a_folder_without_a_name_means_no_pair(source: str) -> None:
+    assert megatron_paths(source) is None

@@ -147,12 +147,91 @@ def test_several_inputs_are_taken_in_turn(tmp_path: Path) -> None:
     for folder in ("x", "y"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "same.txt").write_text(f"of {folder}")
-    dataset = build([tmp_path / "y", tmp_path / "x", f"{tmp_path}/?/same.*"], tmp_path / "out")
-    assert texts_of(dataset) == ["of y", "of x", "of x", "of y"]
-    assert len(set(dataset.shards[0].keys.tolist())) == 4
-    assert [one["num_files"] for one in dataset.manifest.inputs] == [1, 1, 2]
+    (tmp_path / "z").mkdir()
+    (tmp_path / "z" / "same.txt").write_text("of z")
+    dataset = build([tmp_path / "y", tmp_path / "x", f"{tmp_path}/[z]/same.*"], tmp_path / "out")
+    assert texts_of(dataset) == ["of y", "of x", "of z"]
+    assert len(set(dataset.shards[0].keys.tolist())) == 3
+    assert [one["num_files"] for one in dataset.manifest.inputs] == [1, 1, 1]
     alone = build([tmp_path / "y"], tmp_path / "alone")
     assert alone.shards[0].keys[0] == dataset.shards[0].keys[0] == stable_hash64("held_out", "same.txt")
+
+
+# What is in an input, and is not to be read
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """a.txt and sub/b.txt; link.txt and linked/ lead to them again."""
+    tree = tmp_path / "tree"
+    (tree / "sub").mkdir(parents=True)
+    (tree / "a.txt").write_text("first")
+    (tree / "sub" / "b.txt").write_text("second")
+    (tree / "link.txt").symlink_to("a.txt")
+    (tree / "linked").symlink_to("sub")
+    return tree
+
+
+@pytest.mark.parametrize(
+    ("inputs", "num_repeated"),
+    [
+        (["tree"], 1),
+        (["tree/*.txt"], 1),
+        (["tree", "tree"], 4),
+        (["tree", "tree/**/*.txt"], 5),
+        (["tree/a.txt", "tree/linked/b.txt", "tree/sub"], 1),
+        (["tree/link.txt", "tree/linked", "tree"], 3),
+    ],
+)
+def test_a_file_is_read_once_whatever_ways_lead_to_it(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inputs: list[str], num_repeated: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    dataset = build(inputs, tmp_path / "out")
+    assert texts_of(dataset) == (["first"] if inputs == ["tree/*.txt"] else ["first", "second"])
+    assert dataset.manifest.num_repeated_files == num_repeated
+
+
+@pytest.mark.parametrize("pattern", ["", "/**", "/**/*.*"])
+def test_datasets_in_an_input_are_no_text(tree: Path, tmp_path: Path, pattern: str) -> None:
+    """The one that is being built neither, however often; one that was not finished, nor one with its own tokenizer."""
+    straight = build([tree], tmp_path / "straight")
+    out = tree / "sub" / "tokens"
+    build([f"{tree}{pattern}"], out)
+    (out / "tokenizer.json").write_text("{}")
+    again = build([f"{tree}{pattern}"], out)
+    assert texts_of(again) == ["first", "second"]
+    assert again.manifest.num_skipped_folders == 0
+    other = build([f"{tree}{pattern}"], tmp_path / "other")
+    assert other.manifest.num_skipped_folders == 1
+    assert texts_of(other) == texts_of(straight)
+    (out / "dataset.json").unlink()
+    assert texts_of(build([f"{tree}{pattern}"], tmp_path / "third")) == texts_of(straight)
+    for source in (out, f"{out}/*"):
+        refused([source], tmp_path / "fourth", "a dataset that was not finished", "token shards without dataset.json")
+
+
+@pytest.mark.parametrize("pattern", ["", "/**", "/**/*.*"])
+def test_runs_in_an_input_are_no_text(tree: Path, tmp_path: Path, pattern: str) -> None:
+    """data.source="." is the natural thing to say, and runs lie below it from the second time on."""
+    run = tree / "runs" / "train-1"
+    (run / "events").mkdir(parents=True)
+    for name in ("job.json", "plan.json", "events/rank-0000.jsonl"):
+        (run / name).write_text("{}")
+    built = build([f"{tree}{pattern}"], tmp_path / "out")
+    assert texts_of(built) == ["first", "second"]
+    assert built.manifest.num_skipped_folders == 1
+
+
+def test_nothing_but_a_dataset(tree: Path, tmp_path: Path) -> None:
+    build([tree], tmp_path / "only" / "tokens")
+    refused([tmp_path / "only"], tmp_path / "out", "only: there is no text in it (a dataset or a run is all that is there)")
+    refused([tmp_path / "only" / "tokens" / "*"], tmp_path / "out", "it is a dataset already")
+
+
+def test_a_dataset_json_of_somebody_else_is_text(tree: Path, tmp_path: Path) -> None:
+    (tree / "sub" / "dataset.json").write_text('{"title": "mine"}')
+    assert texts_of(build([tree], tmp_path / "out")) == ["first", "second", '{"title": "mine"}']
 
 
 def test_another_column(tmp_path: Path) -> None:
@@ -167,6 +246,14 @@ def test_blank_lines_and_a_last_line_without_an_end(tmp_path: Path) -> None:
     dataset = build([tmp_path / "a.jsonl"], tmp_path / "out")
     assert texts_of(dataset) == ["one", "two"]
     assert dataset.manifest.num_skipped_rows == 0
+
+
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_a_byte_order_mark_before_the_first_row(tmp_path: Path, ending: str) -> None:
+    content = b'\xef\xbb\xbf{"text": "one"}\n{"text": "two"}\n'
+    path = tmp_path / f"a.jsonl{ending}"
+    path.write_bytes(gzip.compress(content) if ending else content)
+    assert texts_of(build([path], tmp_path / "out")) == ["one", "two"]
 
 
 # What is wrong with rows
@@ -206,6 +293,18 @@ def test_a_bad_row_far_into_a_file_that_is_read_in_parts(tmp_path: Path) -> None
 def test_a_column_that_does_not_exist(tmp_path: Path, name: str) -> None:
     path = WRITERS[name](tmp_path / name)
     refused([path], tmp_path / "out", name, "no column 'txt'", "text", 'did you mean "text"?', column="txt")
+
+
+@pytest.mark.parametrize("ending", ["parquet", "arrow"])
+def test_two_columns_of_one_name(tmp_path: Path, ending: str) -> None:
+    table = pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    path = tmp_path / f"twice.{ending}"
+    if ending == "parquet":
+        pa.parquet.write_table(table, path)
+    else:
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table)
+    refused([path], tmp_path / "out", f"{path}: 2 columns are called 'text'")
 
 
 def test_a_column_of_many_is_listed_in_part(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from phalanx.cli._data_look import BAR_CELLS, bar
 from phalanx.data.build import build_dataset
 from phalanx.data.stats import QUANTILES, measure
+from phalanx.report.dataset_page import render
 
 
 @settings(max_examples=30, deadline=None)
@@ -51,6 +54,31 @@ def test_tokens_are_counted(tmp_path: Path) -> None:
     assert found.counts_by_rank == ((1, 3), (2, 2), (3, 1), (4, 1))
     assert found.num_tokens_used == 4
     assert found.tokens_per_byte == 7 / 6
+
+
+def test_labels_of_lengths_do_not_run_into_each_other(tmp_path: Path) -> None:
+    """Lengths from 1 to a million: between the middles of two labels there is room for both of their halves."""
+    (tmp_path / "in").mkdir()
+    for power in range(21):
+        (tmp_path / "in" / f"{power:02d}.txt").write_text("x" * (2**power - 1))
+    dataset = build_dataset([str(tmp_path / "in")], tmp_path / "out")
+    page = render(dataset, measure(dataset))
+    first = page[page.index("Documents by length") : page.index("Tokens by length")]
+    labels = re.findall(r'<span class="xtick" style="left:([\d.]+)%">([^<]+)</span>', first)
+    assert len(labels) > 4
+    width_letters = 50  # of a picture, in digits of its labels
+    for (left, text), (right, other) in pairwise(labels):
+        assert float(right) - float(left) > 100 * (len(text) + len(other)) / 2 / width_letters, (text, other)
+
+
+def test_a_page_counts_in_whole_numbers(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    dataset = build_dataset([str(tmp_path / "a.txt")], tmp_path / "out")
+    page = render(dataset, measure(dataset))
+    ticks = re.findall(r'<span class="ytick"[^>]*>([^<]+)</span>', page)
+    assert ticks
+    assert not [tick for tick in ticks if "." in tick]
+    assert "skipped" not in page  # nothing was
 
 
 @pytest.mark.parametrize(

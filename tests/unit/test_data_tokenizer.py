@@ -151,6 +151,25 @@ def test_a_folder_names_its_tokenizer_and_its_end_of_document(saved: dict[str, P
     assert load_tokenizer(str(saved["wordpiece"])).end_of_document is None
 
 
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "unigram"])
+def test_text_that_spells_a_special_token_is_text(saved: dict[str, Path], tmp_path: Path, name: str) -> None:
+    content = json.loads(saved[name].read_text())
+    end = max(content["model"]["vocab"].values()) + 1
+    # Not said to be special, but it ends documents.
+    content["added_tokens"].append({**content["added_tokens"][0], "id": end, "content": "<end>", "special": False})
+    content["added_tokens"].append({**content["added_tokens"][0], "id": end + 1, "content": "<word>", "special": False})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    tokenizer = load_tokenizer(str(tmp_path))
+    text = "a <end><|endoftext|> b<end>"
+    for ids in (tokenizer.encode(text), tokenizer.encode_batch([text])[0].tolist()):
+        assert end not in ids
+        assert name == "wordpiece" or 0 not in ids  # there, 0 is what is unknown
+    if name in ("gpt2", "llama3"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert end + 1 in tokenizer.encode("one <word> more")  # an added token that is no special one is a token of text
+
+
 def test_what_a_file_says_of_length_does_not_cut_documents(saved: dict[str, Path], tmp_path: Path) -> None:
     tokenizer = tokenizers.Tokenizer.from_file(str(saved["gpt2"]))
     tokenizer.enable_truncation(4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -105,13 +107,55 @@ def test_the_same_documents_are_held_out_however_they_lie() -> None:
         ([[5] * 100], 0.0, 10, "position"),
         ([[500]], 0.3, 10, "position"),  # one document
         ([[5] * 100], 0.3, 450, "position"),  # training would have no sequence
-        ([[5] * 100], 1e-6, 10, "position"),  # nothing would be held out
+        ([[5] * 100], 1e-6, 10, "few_documents"),  # nothing would be held out
+        ([[5] * 100], 0.99, 30, "few_documents"),  # little would be left to train on
+        ([[11, 11]], 0.05, 10, "few_documents"),
+        ([[11, 10]], 0.05, 10, "position"),  # one of them is no sequence
+        ([[30], [30]], 0.05, 10, "few_documents"),
     ],
 )
 def test_documents_decide_unless_a_side_would_be_left_without_a_sequence(
     lengths: list[list[int]], fraction: float, seq_len: int, expected: str
 ) -> None:
-    assert choose_split(arrays_of(lengths), fraction, seq_len) == expected
+    assert choose_split(arrays_of(lengths), fraction, seq_len).by == expected
+
+
+@settings(deadline=None, max_examples=100)
+@given(lengths=lengths_of_arrays, fraction=st.floats(0.001, 0.99), seq_len=st.integers(1, 20))
+def test_both_sides_have_a_sequence_of_whole_documents_or_the_split_is_by_position(
+    lengths: list[list[int]], fraction: float, seq_len: int
+) -> None:
+    arrays = arrays_of(lengths)
+    chosen = choose_split(arrays, fraction, seq_len)
+    splits = split_tokens(arrays, fraction, *chosen)
+    assert splits.train.num_tokens + splits.held_out.num_tokens == sum(map(sum, lengths))
+    if chosen.by != "position":
+        assert min(splits.train.num_tokens, splits.held_out.num_tokens) >= seq_len + 1
+    if chosen.by == "few_documents":
+        keys = np.concatenate([array.keys for array in arrays])
+        assert set(chosen.keys) < set(keys.tolist())
+        assert splits.held_out.num_tokens <= max(fraction, 0.5) * sum(map(sum, lengths))
+
+
+def test_of_a_long_and_a_short_document_the_short_one_is_held_out() -> None:
+    for lengths in ([1000, 20], [20, 1000]):  # whichever has the smaller key
+        arrays = arrays_of([lengths])
+        chosen = choose_split(arrays, 0.001, 10)
+        assert split_tokens(arrays, 0.001, *chosen).held_out.num_tokens == 20
+    for lengths in permutations([650, 340, 870, 2300, 1150]):  # of which no more than a tenth
+        arrays = arrays_of([list(lengths)])
+        assert split_tokens(arrays, 0.001, *choose_split(arrays, 0.001, 32)).held_out.num_tokens == 340
+
+
+def test_a_document_that_two_shards_share_is_held_out_whole() -> None:
+    arrays = arrays_of([[50, 30], [30, 50]])
+    arrays[1].keys = np.concatenate([arrays[0].keys[-1:], arrays[1].keys[1:]])
+    chosen = choose_split(arrays, 1e-9, 10)
+    splits = split_tokens(arrays, 1e-9, *chosen)
+    assert chosen.by == "few_documents"
+    assert splits.held_out.num_tokens in (50, 60)
+    assert splits.train.num_documents == 2
+    assert choose_split([arrays_of([[80]])[0], arrays_of([[80]])[0]], 0.1, 10).by == "position"
 
 
 def test_ten_million_documents_take_no_loop() -> None:

@@ -14,9 +14,10 @@ import torch
 from phalanx.core.errors import DataError, LayoutError
 from phalanx.data.loader import Share, held_out_batches
 from phalanx.data.prepare import prepare_corpus
-from phalanx.data.user_dataset import UserSamples, collate
-from phalanx.job.own_dataset import is_own_dataset
+from phalanx.data.user_dataset import LOOKED_AT, UserSamples, collate, digest_of_some
+from phalanx.job.own_dataset import is_own_dataset, num_workers
 from phalanx.job.schema import Data
+from phalanx.parallel.calling import call_with_batch
 
 
 class Listed:
@@ -206,3 +207,52 @@ def test_fewer_held_out_samples_than_ranks_are_refused(prepare: Callable[..., ob
     corpus = prepare("good")
     with pytest.raises(DataError, match="7 held-out samples cannot be shared by 8 data-parallel ranks"):
         held_out_batches(corpus, Share(8, 1, 8, 0), seq_len=1, max_tokens=100, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"source": "own:data"}, 1),
+        ({"source": "own:data", "workers": 0}, 0),
+        ({"source": "own:data", "workers": 3}, 3),
+        ({"source": "stdlib"}, 0),
+        ({"source": "stdlib", "workers": 2}, 2),
+    ],
+)
+def test_an_own_dataset_is_read_ahead_by_a_worker_unless_the_job_says_otherwise(keys: dict, expected: int) -> None:
+    assert num_workers(Data(**keys)) == expected
+
+
+class Plain(torch.nn.Module):
+    def forward(self, inputs, positions=None): ...
+
+
+class Anything(torch.nn.Module):
+    def forward(self, inputs, **unread): ...
+
+
+class Masking(torch.nn.Module):
+    def forward(self, inputs, document_ids=None, **unread): ...
+
+
+@pytest.mark.parametrize(
+    ("module", "why"),
+    [(Plain(), "forward names no document_ids; add"), (Anything(), "it takes any keyword, which does not say")],
+)
+def test_a_module_that_may_let_documents_see_each_other_is_refused(module: torch.nn.Module, why: str) -> None:
+    batch = {name: torch.zeros(1) for name in ("inputs", "positions", "document_ids")}
+    with pytest.raises(LayoutError, match=f"cannot keep documents apart.*{why}"):
+        call_with_batch(module, batch)
+    args, kwargs = call_with_batch(Masking(), batch)
+    assert args == (batch["inputs"],)
+    assert kwargs["document_ids"] is batch["document_ids"]
+
+
+def test_datasets_that_differ_in_few_samples_are_told_apart_though_one_looks_the_same() -> None:
+    """Two classes, shuffled by each process: any single sample is the same in both half of the time."""
+    one, other = ([{"inputs": np.zeros(2), "labels": (i >> bit) & 1} for i in range(64)] for bit in (0, 1))
+    assert sum(a["labels"] == b["labels"] for a, b in zip(one, other, strict=True)) == 32
+    assert digest_of_some(Listed(one), "own:data") == digest_of_some(Listed(one), "own:data")
+    assert digest_of_some(Listed(one), "own:data") != digest_of_some(Listed(other), "own:data")
+    for length in (1, LOOKED_AT + 1):  # places that exist, of samples that could not be stacked
+        digest_of_some(Listed([{"inputs": np.zeros(i)} for i in range(length)]), "own:data")

@@ -44,7 +44,10 @@ class Numbers:
         if index == self.bad:
             if self.how == "raise":
                 raise ValueError("no such picture")
-            print("about to die of this sample", flush=True)
+            if self.how == "warn":
+                print("this picture is odd")
+                return self[index - 1]
+            print("about to die of this sample")
             os.kill(os.getpid(), signal.SIGKILL)
         return {"inputs": np.full(4, index), "targets": index, "noise": np.random.rand()}
 
@@ -151,7 +154,7 @@ def test_a_frozen_worker_is_replaced_and_the_order_kept(open_batches: Open, hear
         if step == 3:
             frozen = worker_pids()[1]
             os.kill(frozen, signal.SIGSTOP)
-    assert [event.reason for event in heard] == ["silent for 1 s"]
+    assert [event.reason for event in heard] == ["worker 1 silent for 1 s"]
     assert not psutil.pid_exists(frozen)
 
 
@@ -159,11 +162,45 @@ def test_a_step_that_kills_every_worker_is_an_error_with_their_last_words(
     own_dataset: Callable[..., Path], open_batches: Open, heard: list[Event]
 ) -> None:
     batches = open_batches(own_dataset(bad=17, how="die"), workers=2)
-    with pytest.raises(DataError, match=r"SIGKILL; about to die of this sample") as caught:
+    with pytest.raises(DataError, match=r"SIGKILL; it said last: about to die of this sample") as caught:
         read_all(batches)
     assert "again and again" in caught.value.what
     assert len(heard) == 3
     assert len({event.step for event in heard}) == 1
+
+
+def test_what_workers_print_is_in_their_logs_and_said_by_name_when_one_dies(
+    own_dataset: Callable[..., Path],
+    open_batches: Open,
+    heard: list[Event],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    logs = tmp_path / "logs" / "rank-0001-attempt-00"
+    batches = open_batches(own_dataset(bad=17, how="die"), workers=2, worker_logs=logs)
+    with pytest.raises(DataError, match="all of it:") as caught:
+        read_all(batches)
+    (guilty,) = {event.reason.split()[1] for event in heard}
+    assert [event.reason for event in heard] == [
+        f"worker {guilty} killed by SIGKILL; it said last: about to die of this sample"
+    ] * 3
+    path = logs.with_name(f"{logs.name}-worker-{guilty}.log")
+    assert str(path) in str(caught.value)
+    assert path.read_text() == "about to die of this sample\n" * 3
+    said = capfd.readouterr().err
+    assert said == f"[loader worker {guilty}] about to die of this sample\n" * 3
+    assert list(logs.parent.iterdir()) == [path]  # the other printed nothing
+
+
+def test_what_a_living_worker_prints_is_only_in_its_log(
+    own_dataset: Callable[..., Path], open_batches: Open, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = {"workers": 1, "worker_logs": tmp_path / "rank-0000-attempt-02"}
+    batches = open_batches(own_dataset(bad=17, how="warn"), **options)
+    read_all(batches)
+    batches.close()
+    assert "this picture is odd" in (tmp_path / "rank-0000-attempt-02-worker-0.log").read_text()
+    assert "odd" not in "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -26,6 +26,11 @@ def test_code_on_the_page_about_own_code_is_that_of_the_examples() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_nothing_is_left_to_be_filled_in(page: Path) -> None:
+    assert not re.findall(r"@@\w*@@|\bTODO\b|\bTBD\b|\bXXX\b", page.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_point_at_files(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8"))
     missing = [t for t in targets if "://" not in t and not (page.parent / t).exists()]
@@ -37,6 +42,11 @@ def test_annotated_tree_of_the_readme_is_the_tree() -> None:
     named = {word.rstrip("/") for word in re.findall(r"\b[a-z]+/", tree)}
     rooms = {p.name for p in (ROOT / "src" / "phalanx").iterdir() if (p / "__init__.py").exists()}
     assert named == rooms
+
+
+def test_pages_named_in_the_readme_are_the_pages() -> None:
+    listed = (ROOT / "README.md").read_text(encoding="utf-8").split("\ndocs/ ")[1].split("\nexamples/")[0]
+    assert set(re.findall(r"[\w-]+\.md", listed)) == {page.name for page in (ROOT / "docs").glob("*.md")}
 
 
 def test_make_targets_named_in_the_docs_exist() -> None:

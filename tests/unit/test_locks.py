@@ -67,7 +67,7 @@ def test_held_and_released(tmp_path: Path) -> None:
         assert lock.reclaimed_from is None
         holder = written(tmp_path)
         assert holder["pid"] == os.getpid()
-        assert sorted(holder) == ["boot_id", "host", "pid", "since_unix_s", "start_time"]
+        assert sorted(holder) == ["boot_id", "epoch", "host", "pid", "since_unix_s", "start_time"]
         assert abs(holder["since_unix_s"] - time.time()) < 60
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(KeyError), hold_run_lock(tmp_path):

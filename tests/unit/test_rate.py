@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any, cast
+
 import pytest
 
 from models import CPU
+from phalanx.cli._data import say_batch_change
 from phalanx.core.errors import JobError
 from phalanx.job.load import load_job
 from phalanx.job.rate import PeakRate, peak_rate, reference_on_resume
 from phalanx.job.schema import Job
+from phalanx.observe.bus import Bus
+from phalanx.observe.events import Note
+from phalanx.observe.tail import recorded
 from phalanx.plan.planner import Plan, describe, make_plan
+from phalanx.train.state import TrainState
 
 
 def job(batch: int, **optim: object) -> Job:
@@ -73,6 +81,28 @@ def test_what_makes_no_sense_is_refused(overrides: list[str], said: str) -> None
     with pytest.raises(JobError) as refused:
         load_job(None, overrides)
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("optim", "said"),
+    [
+        ({}, "optim.lr stays 0.003, as the job says"),
+        ({"lr_scaling": "auto", "reference_batch_size": 16}, "lr 0.003 x sqrt(64/16) = 0.006: batch 64 instead of 16"),
+    ],
+)
+def test_a_run_that_goes_on_with_another_batch_says_which_rate_it_has(
+    optim: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    """Ten steps of 16 samples are done; there is nothing to train here, so no model."""
+    grown, none = job(64, **optim), cast("Any", None)
+    bus = Bus(rank=0, run_dir=tmp_path)
+    state = TrainState(none, none, seed=1, step=10, samples_seen=160)
+    say_batch_change(grown, make_plan(grown, cluster=CPU), state, bus)
+    bus.close()
+    (note,) = recorded(tmp_path, Note)
+    assert isinstance(note.event, Note)
+    assert said in note.event.facts["why"]
+    assert "steps from 11 on read 64 samples each, the first of them sample 160" in note.event.facts["why"]
 
 
 def test_a_resumed_run_refers_to_the_batch_it_had() -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.checkpoint import store
+from phalanx.checkpoint.save import save as save_shards
+from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import Box, LogicalShard, dtype_name
 from phalanx.mesh.mesh import Mesh
@@ -38,9 +39,16 @@ def checkpoint(tmp_path: Path) -> Path:
         )
         shards[name] = LogicalShard(name, size, dtype_name(whole.dtype), boxes, whole)
     mesh = Mesh(Layout(), 0, 0, torch.device("cpu"))
-    return store.save(
-        tmp_path, 3, shards, aliases={"head": "w"}, facts={"note": "é"}, job_digest="d", mesh=mesh, phases=Phases()
-    )[0]
+    return save_shards(
+        LocalStore(tmp_path),
+        3,
+        shards,
+        aliases={"head": "w"},
+        facts={"note": "é"},
+        job_digest="d",
+        group=mesh,
+        phases=Phases(),
+    ).folder.path
 
 
 def namespace() -> dict[str, object]:

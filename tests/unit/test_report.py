@@ -242,7 +242,7 @@ def test_facts_for_programs_are_those_of_the_page(whole: Run) -> None:
     assert (facts["num_restarts"], facts["num_steps_redone"], facts["num_steps_skipped"]) == (1, 10, 1)
     assert facts["final_loss"] == 2.2
     assert [(e["step"], e["loss"]) for e in facts["evaluations"]] == [(10, 2.0), (30, 2.25)]
-    assert facts["best"] == {"step": 10, "loss": 2.0, "checkpoint": None}
+    assert facts["best"] == {"step": 10, "loss": 2.0, "metric": "loss", "value": 2.0, "checkpoint": None}
     assert facts["warnings"] == ["a high rate"]
     assert "a high rate" in page_of(whole).text.split("Steps done")[0] + page_of(whole).text.split("Training")[0]
 

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, Piece, StoredTensor, list_checkpoints, step_of
-from phalanx.checkpoint.retention import REMOVED, Retention, prune
+from phalanx.checkpoint.retention import Retention, prune
 from phalanx.checkpoint.shard_file import Source, write_file
+from phalanx.checkpoint.stores.local import REMOVED, LocalStore
 
 
 def save(run_dir: Path, step: int) -> Path:
@@ -23,6 +24,10 @@ def save(run_dir: Path, step: int) -> Path:
     manifest = Manifest(step, "", {}, {}, {"w": tensor}, {}, {"a.safetensors": stored})
     (directory / MANIFEST).write_text(json.dumps(manifest.to_json()))
     return directory
+
+
+def store(run_dir: Path) -> LocalStore:
+    return LocalStore(run_dir / "checkpoints")
 
 
 def damage(directory: Path) -> None:
@@ -55,7 +60,7 @@ def test_what_goes_is_gone_and_what_stays_is_whole(tmp_path: Path) -> None:
     for step in (10, 20, 30, 40):
         save(tmp_path, step)
     (tmp_path / "checkpoints" / f".step-10{REMOVED}" / "left").mkdir(parents=True)  # by a killed removal
-    assert [step_of(path) for path in prune(tmp_path, Retention(last=2))] == [10, 20]
+    assert [folder.step for folder in prune(store(tmp_path), Retention(last=2))] == [10, 20]
     assert steps(tmp_path) == [30, 40]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-30", "step-40"]
 
@@ -63,7 +68,7 @@ def test_what_goes_is_gone_and_what_stays_is_whole(tmp_path: Path) -> None:
 def test_a_dry_run_removes_nothing(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
-    assert [step_of(path) for path in prune(tmp_path, Retention(last=1), dry_run=True)] == [1, 2]
+    assert [folder.step for folder in prune(store(tmp_path), Retention(last=1), dry_run=True)] == [1, 2]
     assert steps(tmp_path) == [1, 2, 3]
 
 
@@ -74,7 +79,7 @@ def test_the_newest_that_verifies_is_never_removed(tmp_path: Path) -> None:
     said: list[str] = []
     damage(tmp_path / "checkpoints" / "step-4")
     damage(tmp_path / "checkpoints" / "step-3")
-    assert prune(tmp_path, Retention(last=2), say=said.append) == []
+    assert prune(store(tmp_path), Retention(last=2), say=said.append) == []
     assert steps(tmp_path) == [1, 2, 3, 4]
     assert "step-4 does not verify" in said[0]
     assert said[-1].endswith("nothing is removed")
@@ -84,4 +89,4 @@ def test_one_that_stays_and_verifies_is_enough(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
     damage(tmp_path / "checkpoints" / "step-3")
-    assert [step_of(path) for path in prune(tmp_path, Retention(last=2))] == [1]
+    assert [folder.step for folder in prune(store(tmp_path), Retention(last=2))] == [1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from phalanx.core.secrets import Redactor, carried_secret, is_secret_name, secre
     [
         *("WANDB_API_KEY", "HF_TOKEN", "hf_token", "GITHUBTOKEN2", "AWS_SECRET_ACCESS_KEY", "PGPASSWORD", "DB_PASS"),
         *("apiKey", "MY_SECRETS", "SLACK_WEBHOOK_URL", "SERVICE_CREDENTIALS", "SENTRY_DSN", "SSH_PASSPHRASE"),
+        *("MYSQL_PWD", "db_pwd", "AZURE_STORAGE_CONNECTION_STRING", "ConnectionString", "PG_CONN_STR2"),
     ],
 )
 def test_names_of_secrets(name: str) -> None:
@@ -30,7 +32,20 @@ def test_names_of_secrets(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("PWD", "OLDPWD", "PATH", "HOME", "TOKENIZERS_PARALLELISM", "MAX_TOKENS", "KEYBOARD", "XAUTHORITY", ""),
+        *(
+            "PWD",
+            "OLDPWD",
+            "OLD_PWD",
+            "CONNECTION_TIMEOUT",
+            "QUERY_STRING",
+            "PATH",
+            "HOME",
+            "TOKENIZERS_PARALLELISM",
+            "MAX_TOKENS",
+            "KEYBOARD",
+            "XAUTHORITY",
+            "",
+        ),
         *("AWS_WEB_IDENTITY_TOKEN_FILE", "SSH_AUTH_SOCK", "KEY_PATH", "SECRETARY", "PASSENGERS", "COMPASS"),
     ],
 )
@@ -49,6 +64,59 @@ def test_passwords_in_urls_are_secrets_of_any_variable() -> None:
     redactor = Redactor(environ)
     assert redactor.text("via http://me:p%40ssw0rd!@proxy:3128") == "via http://me:***@proxy:3128"
     assert redactor.text("p@ssw0rd!") == "***"
+
+
+BY_PLACE = {
+    "postgres://me:pw@host/db": "postgres://me:***@host/db",
+    "postgres://:p@ss@host": "postgres://:***@host",
+    '{"url": "redis://u:x1@h:6379", "who": "me@home"}': '{"url": "redis://u:***@h:6379", "who": "me@home"}',
+    "git clone https://ghp_0123456789abcdefABCDEF@github.com/a/b": "git clone https://***@github.com/a/b",
+    "https://h/x?v=1&token=t1&api_key=k#access_token=a": "https://h/x?v=1&token=***&api_key=***#access_token=***",
+    '"GET /b?sv=2022&sig=a%2Fb%3D HTTP/1.1" 200': '"GET /b?sv=2022&sig=*** HTTP/1.1" 200',
+    "https://s3/o?X-Amz-Credential=c&X-Amz-Date=2024&X-Amz-Signature=5f": (
+        "https://s3/o?X-Amz-Credential=***&X-Amz-Date=2024&X-Amz-Signature=***"
+    ),
+    "https://maps/?key=AIzaSy0123456789abc": "https://maps/?key=***",
+    "jdbc:sqlserver://h;user=sa;password=pw;encrypt=true": "jdbc:sqlserver://h;user=sa;password=***;encrypt=true",
+    "Endpoint=x;AccountKey=abc/def==;Suffix=y": "Endpoint=x;AccountKey=***;Suffix=y",
+}
+
+
+@pytest.mark.parametrize(("text", "hidden"), BY_PLACE.items())
+def test_a_secret_is_known_by_its_place_whatever_its_length(text: str, hidden: str, tmp_path: Path) -> None:
+    """In what Python prints, and in a log that something else wrote; twice changes nothing."""
+    assert Redactor({}).text(text) == Redactor({}).text(hidden) == hidden
+    (tmp_path / "log").write_text(f"one\n{text}\nend")
+    blank_out(tmp_path / "log", [])
+    log = (tmp_path / "log").read_text()
+    assert re.sub(r"\*+", "***", log) == f"one\n{hidden}\nend"
+    assert len(log) == len(text) + len("one\n\nend")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "http://localhost:8080/a@b",
+        "see http://host:80,me@home or http://host:80 and me@home",
+        "ssh://git@github.com/a/b.git",
+        "postgres://{user}:{password}@{host}?token={token}&sig=$SIG",
+        "https://h/?sort_key=length&max_tokens=5&tokenizer=bpe&page=2",
+        "step 3: loss=2.5 token=17; key=3",
+        "python -m x --password-file=a?b",
+    ],
+)
+def test_what_has_the_place_of_no_secret_stays(text: str) -> None:
+    assert Redactor({}).text(text) == text
+
+
+def test_what_a_variable_holds_by_place_is_found_alone() -> None:
+    """Unless it is so short that it would blank out words."""
+    environ = {
+        "DATABASE": "postgres://me:pw@host",
+        "BLOB": "https://a.blob/c?sv=1&sig=0123456789ab",
+        "SQL_CONNECTION_STRING": "Server=tcp:x;Password=correct-horse",
+    }
+    assert Redactor(environ).text("pw 0123456789ab correct-horse Server=tcp:x") == "pw *** *** Server=tcp:x"
 
 
 SECRET = 'a"b\\c é%20+&1'
@@ -90,6 +158,13 @@ CARRIED: list[tuple[str, Any, bool]] = [
     ("sort_key", "length", False),
     ("num_key_value_heads", "8", False),
     ("where", "https://example.org:80/a@b", False),
+    ("where", "https://example.org/x?api_key=x", True),
+    ("where", "https://example.org/x?page_token=2&sort_key=a", False),
+    ("where", "https://example.org/x?token=hf_abcdefghij0123456789", True),
+    ("where", "postgres://{user}:${PASSWORD}@host", False),
+    ("connection_string", "Password=x;Server=y", True),
+    ("connection_string", "sqlite:///data/x.db", False),
+    ("db_pwd", "x", True),
     ("password", "", False),
 ]
 

@@ -178,6 +178,7 @@ def test_the_plan_says_what_becomes_of_samples_that_fill_no_batch(data: DataFact
 
 
 def test_every_rule_is_tried_both_ways() -> None:
+    assert isinstance(RULES, tuple), "nobody adds to it"
     assert {code for code, _ in RULES} == set(FIRES) == {code for code, _ in SILENT}
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.checkpoint.folder import Folder, as_folder
 from phalanx.checkpoint.manifest import Manifest, read_manifest
 from phalanx.checkpoint.shard_file import CheckedFile
 from phalanx.core.digest import differing_keys
@@ -61,7 +62,7 @@ class Difference:
         }
 
 
-def diff_checkpoints(a: Path, b: Path) -> Difference:
+def diff_checkpoints(a: Folder | Path, b: Folder | Path) -> Difference:
     """Compare two checkpoints bit by bit. Raises CheckpointError if one is damaged."""
     first, second = read_manifest(a), read_manifest(b)
     found: list[TensorDifference] = []
@@ -98,8 +99,8 @@ def _at(facts: Any, key: str) -> Any:
 class _Reader:
     """Whole tensors of one checkpoint; its files stay open."""
 
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
-        self._directory, self._manifest = directory, manifest
+    def __init__(self, place: Folder | Path, manifest: Manifest) -> None:
+        self._folder, self._manifest = as_folder(place), manifest
         self._files: dict[str, CheckedFile] = {}
         self._open = contextlib.ExitStack()
 
@@ -121,14 +122,14 @@ class _Reader:
             file = self._file(piece.file)
             entry = file.entries.get(piece.key)
             if entry is None or entry.shape != piece.size or entry.item_bytes not in (0, whole.dtype.itemsize):
-                raise CheckpointError(f"{piece.key} is not the block of {name} it should be", where=str(file.path))
+                raise CheckpointError(f"{piece.key} is not the block of {name} it should be", where=file.where)
             block = file.read_block(entry, (0,) * len(piece.size), piece.size).view(whole.dtype).reshape(piece.size)
             whole[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.size, strict=True))] = block
         return whole
 
     def _file(self, name: str) -> CheckedFile:
         if name not in self._files:
-            self._files[name] = self._open.enter_context(CheckedFile(self._directory, name, self._manifest.files[name]))
+            self._files[name] = self._open.enter_context(CheckedFile(self._folder, name, self._manifest.files[name]))
         return self._files[name]
 
 

@@ -15,9 +15,10 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from phalanx.checkpoint.epoch import Epoch, take_epoch
 from phalanx.core.errors import RunLockedError
 from phalanx.core.files import resource_error
 
@@ -35,10 +36,12 @@ class Holder:
     start_time: float
     boot_id: str
     since_unix_s: float
+    epoch: int = 0
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since_unix_s))
-        return f"process {self.pid} on {self.host} since {since}"
+        epoch = f" (epoch {self.epoch})" if self.epoch else ""
+        return f"process {self.pid} on {self.host} since {since}{epoch}"
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,22 @@ class Lock:
 
     path: Path
     holder: Holder
+    fd: int
     reclaimed_from: Holder | None = None
+
+    def take_epoch(self) -> Epoch:
+        """Claim the run for another attempt: what older ones may still write is refused from now on.
+
+        Raises RunLockedError if the lock was taken from us by hand, ResourceError if the directory cannot be written.
+        """
+        if not _is_ours(self):
+            raise _refusal(self.path, _holder_at(self.path))
+        epoch = take_epoch(self.path.parent)
+        try:
+            _write_holder(self.fd, replace(self.holder, epoch=epoch.number))
+        except OSError as error:
+            raise resource_error(error, "locking the run directory", self.path) from None
+        return epoch
 
 
 @contextmanager
@@ -59,16 +77,16 @@ def hold_run_lock(run_dir: Path) -> Iterator[Lock]:
     """
     path = run_dir / LOCK_NAME
     try:
-        fd, lock = _take(path)
+        lock = _take(path)
     except OSError as error:
         raise resource_error(error, "locking the run directory", path) from None
     try:
         yield lock
     finally:
-        _release(fd, lock)
+        _release(lock)
 
 
-def _take(path: Path) -> tuple[int, Lock]:
+def _take(path: Path) -> Lock:
     deadline = time.monotonic() + _PATIENCE_S
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -77,9 +95,9 @@ def _take(path: Path) -> tuple[int, Lock]:
             if locked and _is_at(path, fd):
                 left = _read_holder(fd)
                 if left is None or _is_dead(left):
-                    lock = Lock(path, _this_process(), reclaimed_from=left)
+                    lock = Lock(path, _this_process(), fd, reclaimed_from=left)
                     _write_holder(fd, lock.holder)
-                    return fd, lock
+                    return lock
                 raise _refusal(path, left)
             if not locked:
                 holder = _read_holder(fd)
@@ -94,13 +112,29 @@ def _take(path: Path) -> tuple[int, Lock]:
         time.sleep(0.01)
 
 
-def _release(fd: int, lock: Lock) -> None:
+def _release(lock: Lock) -> None:
     """Remove the lock if it is still ours: somebody may have removed it by hand, and another job taken it since."""
     try:
-        if _is_at(lock.path, fd) and _read_holder(fd) == lock.holder:
+        if _is_ours(lock):
             lock.path.unlink()
     except OSError:
         pass
+    finally:
+        os.close(lock.fd)
+
+
+def _is_ours(lock: Lock) -> bool:
+    holder = _read_holder(lock.fd) if _is_at(lock.path, lock.fd) else None
+    return holder is not None and replace(holder, epoch=0) == lock.holder
+
+
+def _holder_at(path: Path) -> Holder | None:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        return _read_holder(fd)
     finally:
         os.close(fd)
 

@@ -5,29 +5,34 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from phalanx.checkpoint.chunks import CHUNK_BYTES, StoredFile
+from phalanx.checkpoint.folder import STEP_NAME, Folder, as_folder
 from phalanx.core.digest import canonical_json
 from phalanx.core.errors import CheckpointError
 
 FORMAT = 2
 MANIFEST = "manifest.json"
-_STEP = re.compile(r"step-(\d+)")
+OPTIMIZER = "optim/"  # what the names of optimizer state begin with
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One block of a logical tensor: entry `key` of `file`, standing at `offset` in the full tensor."""
+    """One block of a logical tensor: entry `key` of `file`, standing at `offset` in the full tensor.
+
+    `xxh3_128` is the digest of its bytes, by which the next save knows it again; empty where nobody took it.
+    """
 
     file: str
     key: str
     offset: tuple[int, ...]
     size: tuple[int, ...]
+    xxh3_128: str = ""
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,10 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`facts` is what a TrainState says besides tensors (step, tokens, cursor, seed)."""
+    """`facts` is what a TrainState says besides tensors (step, tokens, cursor, seed).
+
+    `epoch` counts the jobs that have had the run before, this one included; 0 where nobody counts.
+    """
 
     step: int
     job_digest: str
@@ -48,6 +56,7 @@ class Manifest:
     tensors: dict[str, StoredTensor]
     aliases: dict[str, str]
     files: dict[str, StoredFile]
+    epoch: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """The manifest's text as JSON, with its own checksum."""
@@ -58,25 +67,31 @@ class Manifest:
     def num_bytes(self) -> int:
         return sum(file.num_bytes for file in self.files.values())
 
+    def without_optimizer(self) -> Manifest:
+        """What of it is the model."""
+        weights = {name: tensor for name, tensor in self.tensors.items() if not name.startswith(OPTIMIZER)}
+        return replace(self, tensors=weights)
 
-def read_manifest(directory: Path) -> Manifest:
+
+def read_manifest(place: Folder | Path) -> Manifest:
     """Read and check the manifest of one checkpoint. Raises CheckpointError naming what is wrong."""
-    path = directory / MANIFEST
+    folder = as_folder(place)
+    path = folder.where(MANIFEST)
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
+        body = json.loads(folder.read(MANIFEST).decode())
     except FileNotFoundError:
-        raise CheckpointError("incomplete: it was never committed", where=str(directory)) from None
+        raise CheckpointError("incomplete: it was never committed", where=folder.url) from None
     except (OSError, ValueError) as error:
-        raise CheckpointError("the manifest cannot be read", where=str(path), why=str(error)) from None
+        raise CheckpointError("the manifest cannot be read", where=path, why=str(error)) from None
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         found = body.get("format") if isinstance(body, dict) else type(body).__name__
-        raise CheckpointError(f"format {found!r} is not {FORMAT}", where=str(path), fix="use the release that wrote it")
+        raise CheckpointError(f"format {found!r} is not {FORMAT}", where=path, fix="use the release that wrote it")
     if body.get("xxh3") != body_xxh3(body):
-        raise CheckpointError("the manifest is not what was written", where=str(path), why="its checksum differs")
+        raise CheckpointError("the manifest is not what was written", where=path, why="its checksum differs")
     try:
         return _parse(body)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError("the manifest is damaged", where=str(path), why=repr(error)) from None
+        raise CheckpointError("the manifest is damaged", where=path, why=repr(error)) from None
 
 
 def body_xxh3(body: Mapping[str, Any]) -> str:
@@ -90,7 +105,13 @@ def _parse(body: Mapping[str, Any]) -> Manifest:
             tuple(map(int, t["shape"])),
             str(t["dtype"]),
             tuple(
-                Piece(_file_name(p["file"]), str(p["key"]), tuple(map(int, p["offset"])), tuple(map(int, p["size"])))
+                Piece(
+                    _file_name(p["file"]),
+                    str(p["key"]),
+                    tuple(map(int, p["offset"])),
+                    tuple(map(int, p["size"])),
+                    str(p.get("xxh3_128", "")),
+                )
                 for p in t["pieces"]
             ),
         )
@@ -114,6 +135,7 @@ def _parse(body: Mapping[str, Any]) -> Manifest:
         tensors,
         dict(body["aliases"]),
         files,
+        int(body.get("epoch", 0)),
     )
 
 
@@ -136,14 +158,19 @@ def checkpoint_directory(run_dir: Path, step: int) -> Path:
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Committed checkpoints of a run, oldest first. Uncommitted directories have other names."""
+    """Committed checkpoints under a run's own directory, oldest first. Uncommitted directories have other names."""
+    return list_folders(run_dir / "checkpoints")
+
+
+def list_folders(root: Path) -> list[Path]:
+    """Committed checkpoints in a directory, oldest first."""
     found = []
     try:
-        entries = list((run_dir / "checkpoints").iterdir())
+        entries = list(root.iterdir())
     except OSError:
         return []
     for entry in entries:
-        match = _STEP.fullmatch(entry.name)
+        match = STEP_NAME.fullmatch(entry.name)
         if match and (entry / MANIFEST).is_file():
             found.append((int(match[1]), entry))
     return [entry for _, entry in sorted(found)]

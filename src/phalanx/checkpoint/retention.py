@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
-from phalanx.checkpoint.manifest import list_checkpoints, step_of
+from phalanx.checkpoint.folder import Folder
+from phalanx.checkpoint.stores.protocol import Store
 from phalanx.checkpoint.verify import verify_checkpoint
 from phalanx.core.errors import CheckpointError
-from phalanx.core.files import fsync_directory
-
-REMOVED = ".removed"  # ending of a hidden directory that is on its way out
 
 
 @dataclass(frozen=True)
@@ -38,35 +33,31 @@ class Retention:
 
 
 def prune(
-    run_dir: Path, retention: Retention, *, dry_run: bool = False, say: Callable[[str], None] = lambda line: None
-) -> list[Path]:
-    """Remove what `retention` does not keep; the paths that went, oldest first.
+    store: Store, retention: Retention, *, dry_run: bool = False, say: Callable[[str], None] = lambda line: None
+) -> list[Folder]:
+    """Remove what `retention` does not keep; what went, oldest first.
 
     Nothing is removed before a checkpoint that stays has been verified byte for byte: of those that stay the newest
-    that verifies is safe, and where none does, nothing goes. Raises CheckpointError if a directory cannot be removed.
+    that verifies is safe, and where none does, nothing goes. Raises CheckpointError if one cannot be removed.
     """
-    by_step = {step_of(path): path for path in list_checkpoints(run_dir)}
+    by_step = {folder.step: folder for folder in store.folders()}
     going = [by_step[step] for step in retention.superfluous(by_step)]
     if not going or dry_run:
         return going
-    staying = [path for step, path in sorted(by_step.items(), reverse=True) if path not in going]
-    if not any(_verifies(path, say) for path in staying):
+    staying = [folder for step, folder in sorted(by_step.items(), reverse=True) if folder not in going]
+    if not any(_verifies(folder, say) for folder in staying):
         say("no checkpoint that would stay verifies: nothing is removed")
         return []
-    for path in going:
+    for folder in going:
         try:
-            hidden = path.with_name(f".{path.name}{REMOVED}")
-            shutil.rmtree(hidden, ignore_errors=True)
-            os.rename(path, hidden)  # from here on it is no checkpoint, however far the removal gets
-            fsync_directory(path.parent)
-            shutil.rmtree(hidden)
+            store.remove(folder)
         except OSError as error:
-            raise CheckpointError("it cannot be removed", where=str(path), why=error.strerror) from None
+            raise CheckpointError("it cannot be removed", where=folder.url, why=error.strerror) from None
     return going
 
 
-def _verifies(path: Path, say: Callable[[str], None]) -> bool:
-    problems = verify_checkpoint(path)
+def _verifies(folder: Folder, say: Callable[[str], None]) -> bool:
+    problems = verify_checkpoint(folder)
     if problems:
-        say(f"{path.name} does not verify: {problems[0]}")
+        say(f"{folder.name} does not verify: {problems[0]}")
     return not problems

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from phalanx.checkpoint.chunks import CHUNK_BYTES, ChunkDigests, StoredFile
+from phalanx.checkpoint.folder import Folder, RangeReader, as_folder
+from phalanx.core.disk import Disk, DiskFile
 from phalanx.core.errors import CheckpointError
 
 SPAN_BYTES = 32 << 20  # most that is read at once for a block with gaps between its rows
@@ -77,9 +78,21 @@ class Source:
 
 
 def write_file(path: Path, sources: Iterable[Source]) -> StoredFile:
-    """Write a safetensors file and make it durable. Raises OSError."""
+    """Write a safetensors file on this machine and make it durable. Raises OSError."""
+    file = Disk().create(path)
+    try:
+        stored = write_stream(file, sources)
+        file.sync()
+    finally:
+        file.close()
+    return stored
+
+
+def write_stream(file: DiskFile, sources: Iterable[Source], *, metadata: Mapping[str, str] | None = None) -> StoredFile:
+    """Write a safetensors file into `file`, which the caller syncs and closes. Raises OSError."""
     sources = list(sources)
-    header, position = {}, 0
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    position = 0
     for source in sources:
         dtype, item_bytes = DTYPES[source.dtype]
         num_bytes = math.prod(source.shape) * item_bytes
@@ -89,26 +102,24 @@ def write_file(path: Path, sources: Iterable[Source]) -> StoredFile:
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _HEADER_ALIGNMENT)
     digests = ChunkDigests()
-    with open(path, "wb") as file:
 
-        def write(data: bytes | memoryview) -> None:
-            digests.update(data)
-            file.write(data)
+    def write(data: bytes | memoryview) -> None:
+        digests.update(data)
+        file.write(data)
 
-        write(struct.pack("<Q", len(text)) + text)
-        for source in sources:
-            write(memoryview(np.ascontiguousarray(source.load())).cast("B"))
-        file.flush()
-        os.fsync(file.fileno())
+    write(struct.pack("<Q", len(text)) + text)
+    for source in sources:
+        write(memoryview(np.ascontiguousarray(source.load())).cast("B"))
     return digests.stored()
 
 
 class CheckedFile:
     """Reads verified ranges of a file. A context manager; raises CheckpointError that names the file and the place."""
 
-    def __init__(self, directory: Path, name: str, stored: StoredFile) -> None:
-        self.path, self._stored = directory / name, stored
-        self._fd = -1
+    def __init__(self, place: Folder | Path, name: str, stored: StoredFile) -> None:
+        self._folder, self._name, self._stored = as_folder(place), name, stored
+        self.where = self._folder.where(name)
+        self._reader: RangeReader | None = None
         self._chunk = np.empty(min(CHUNK_BYTES, max(1, stored.num_bytes)), np.uint8)
         self._chunk_number = -1
         self.num_bytes_read = 0
@@ -116,11 +127,11 @@ class CheckedFile:
 
     def __enter__(self) -> CheckedFile:
         try:
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-            found = os.fstat(self._fd).st_size
+            self._reader = self._folder.open(self._name)
+            found = self._reader.num_bytes
             if found != self._stored.num_bytes:
                 raise CheckpointError(
-                    f"{found} bytes, not the {self._stored.num_bytes} that were written", where=str(self.path)
+                    f"{found} bytes, not the {self._stored.num_bytes} that were written", where=self.where
                 )
             self.entries = self._read_header()
         except OSError as error:
@@ -132,9 +143,9 @@ class CheckedFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
 
     def read(self, start: int, stop: int) -> Bytes:
         """Bytes [start, stop) of the file, verified."""
@@ -172,12 +183,14 @@ class CheckedFile:
         inner = sum(o * math.prod(shape[d + 1 :]) * item for d, o in enumerate(start) if d > 0)
         last = sum((o + n - 1) * math.prod(shape[d + 1 :]) * item for d, (o, n) in _from_second(start, out.shape))
         span = last + item - inner  # bytes of one row from its first wanted element to its last
-        if span > SPAN_BYTES and len(shape) > 1:
+        has_gaps = span != math.prod(out.shape[1:]) * item
+        if len(shape) > 1 and (span > SPAN_BYTES or (has_gaps and span > CHUNK_BYTES)):
             for index in range(out.shape[0]):
                 self._fill(out[index], base + (start[0] + index) * row, shape[1:], item, start[1:])
             return
         strides = tuple(math.prod(shape[d + 1 :]) * item for d in range(len(shape)))
-        rows_at_once = max(1, SPAN_BYTES // max(row, 1))
+        # A gap as long as a chunk may hold chunks of which nothing is wanted: those are not read.
+        rows_at_once = 1 if row - span >= CHUNK_BYTES else max(1, SPAN_BYTES // max(row, 1))
         for first in range(0, out.shape[0], rows_at_once):
             count = min(rows_at_once, out.shape[0] - first)
             begin = base + (start[0] + first) * row + inner
@@ -191,13 +204,11 @@ class CheckedFile:
         begin = number * CHUNK_BYTES
         length = min(CHUNK_BYTES, self._stored.num_bytes - begin)
         self._chunk_number = -1
+        assert self._reader is not None, "the file is not open"
         try:
-            done = 0
-            while done < length:
-                count = os.preadv(self._fd, [memoryview(self._chunk)[done:length]], begin + done)
-                if count == 0:
-                    raise CheckpointError("it became shorter while it was read", where=str(self.path))
-                done += count
+            self._reader.read_into(memoryview(self._chunk)[:length], begin)
+        except EOFError:
+            raise CheckpointError("it became shorter while it was read", where=self.where) from None
         except OSError as error:
             raise self._unreadable(error) from None
         self.num_bytes_read += length
@@ -205,7 +216,7 @@ class CheckedFile:
         if found != self._stored.chunk_xxh3(number):
             raise CheckpointError(
                 f"its bytes are not those that were written: {self._inside(begin, begin + length)}",
-                where=str(self.path),
+                where=self.where,
                 why=f"xxh3 of bytes {begin} to {begin + length - 1} is {found}, not {self._stored.chunk_xxh3(number)}",
             )
         self._chunk_number = number
@@ -228,21 +239,19 @@ class CheckedFile:
 
     def _read_header(self) -> dict[str, Entry]:
         if self._stored.num_bytes < 8:
-            raise CheckpointError("it is too short to be a safetensors file", where=str(self.path))
+            raise CheckpointError("it is too short to be a safetensors file", where=self.where)
         (length,) = struct.unpack("<Q", self.read(0, 8).tobytes())
         if length > min(_MAX_HEADER_BYTES, self._stored.num_bytes - 8):
-            raise CheckpointError("its header is longer than the file", where=str(self.path))
+            raise CheckpointError("its header is longer than the file", where=self.where)
         base = 8 + length
         try:
             return dict(parse_header(self.read(8, base).tobytes(), base, self._stored.num_bytes))
         except _NOT_A_HEADER as error:
-            raise CheckpointError(
-                "its header is not one of safetensors", where=str(self.path), why=str(error)
-            ) from None
+            raise CheckpointError("its header is not one of safetensors", where=self.where, why=str(error)) from None
 
     def _unreadable(self, error: OSError) -> CheckpointError:
         why = error.strerror or str(error)
-        return CheckpointError("a file of the checkpoint cannot be read", where=str(self.path), why=why)
+        return CheckpointError("a file of the checkpoint cannot be read", where=self.where, why=why)
 
 
 def parse_header(text: bytes, base: int, num_bytes: int) -> Iterator[tuple[str, Entry]]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 
+from phalanx.checkpoint.folder import Folder, as_folder
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, Piece, StoredTensor, read_manifest
 from phalanx.checkpoint.shard_file import DTYPES, CheckedFile
 from phalanx.core.errors import CheckpointError
@@ -14,29 +14,31 @@ from phalanx.core.errors import CheckpointError
 Progress = Callable[[int], None]
 
 
-def verify_checkpoint(directory: Path, progress: Progress = lambda num_bytes: None) -> list[CheckpointError]:
+def verify_checkpoint(place: Folder | Path, progress: Progress = lambda num_bytes: None) -> list[CheckpointError]:
     """Everything that is wrong with a checkpoint; empty if it can be trusted. `progress` is told bytes as they pass.
 
     Stops at the first bad chunk of a file and goes on with the next file.
     """
+    folder = as_folder(place)
     try:
-        manifest = read_manifest(directory)
+        manifest = read_manifest(folder)
     except CheckpointError as error:
         return [error]
     found: list[CheckpointError] = []
     for check in (
-        lambda: require_whole_directory(directory, manifest),
-        lambda: _require_whole_tensors(directory, manifest),
+        lambda: require_whole_directory(folder, manifest),
+        lambda: _require_whole_tensors(folder, manifest),
     ):
         try:
             check()
         except CheckpointError as error:
             found.append(error)
+    there = _names_in(folder)
     for name, stored in sorted(manifest.files.items()):
-        if not (directory / name).exists():
+        if name not in there:
             continue  # said above
         try:
-            with CheckedFile(directory, name, stored) as file:
+            with CheckedFile(folder, name, stored) as file:
                 done = 0
                 for num_bytes in file.verify():
                     progress(num_bytes - done)
@@ -47,12 +49,20 @@ def verify_checkpoint(directory: Path, progress: Progress = lambda num_bytes: No
     return found
 
 
-def require_whole_directory(directory: Path, manifest: Manifest) -> None:
-    """Raise CheckpointError unless the directory holds the manifest's files and nothing else."""
+def _names_in(folder: Folder) -> set[str]:
     try:
-        there = {entry.name for entry in os.scandir(directory)}
+        return set(folder.sizes())
+    except OSError:
+        return set()
+
+
+def require_whole_directory(place: Folder | Path, manifest: Manifest) -> None:
+    """Raise CheckpointError unless the folder holds the manifest's files and nothing else."""
+    folder = as_folder(place)
+    try:
+        there = set(folder.sizes())
     except OSError as error:
-        raise CheckpointError("it cannot be read", where=str(directory), why=error.strerror) from None
+        raise CheckpointError("it cannot be read", where=folder.url, why=error.strerror or str(error)) from None
     missing = sorted(set(manifest.files) - there)
     extra = sorted(there - set(manifest.files) - {MANIFEST})
     if missing:
@@ -60,22 +70,23 @@ def require_whole_directory(directory: Path, manifest: Manifest) -> None:
             name for name, tensor in manifest.tensors.items() if any(p.file == missing[0] for p in tensor.pieces)
         ]
         raise CheckpointError(
-            f"{_some(missing)} missing", where=str(directory), why=f"{missing[0]} holds {_names(tensors)}"
+            f"{_some(missing)} missing", where=folder.url, why=f"{missing[0]} holds {_names(tensors)}"
         )
     if extra:
-        raise CheckpointError(f"{_some(extra)} in it that no save wrote", where=str(directory), fix="move it elsewhere")
+        raise CheckpointError(f"{_some(extra)} in it that no save wrote", where=folder.url, fix="move it elsewhere")
 
 
-def _require_whole_tensors(directory: Path, manifest: Manifest) -> None:
+def _require_whole_tensors(folder: Folder, manifest: Manifest) -> None:
     """Pieces must make their tensor: each element once."""
     for name, tensor in manifest.tensors.items():
         if tensor.dtype not in DTYPES:
-            raise CheckpointError(f"{name} is of type {tensor.dtype}, which nobody writes", where=str(directory))
-        if not _is_tiled(tensor):
-            raise CheckpointError(f"the pieces of {name} do not make {list(tensor.shape)}", where=str(directory))
+            raise CheckpointError(f"{name} is of type {tensor.dtype}, which nobody writes", where=folder.url)
+        if not is_tiled(tensor):
+            raise CheckpointError(f"the pieces of {name} do not make {list(tensor.shape)}", where=folder.url)
 
 
-def _is_tiled(tensor: StoredTensor) -> bool:
+def is_tiled(tensor: StoredTensor) -> bool:
+    """Whether the pieces make the whole: each element once."""
     volume = sum(math.prod(piece.size) for piece in tensor.pieces)
     if volume != math.prod(tensor.shape):
         return False
@@ -115,7 +126,7 @@ def _require_pieces(file: CheckedFile, name: str, manifest: Manifest) -> None:
             expected = (piece.size, DTYPES.get(tensor.dtype, ("", 0))[0])
             if entry is None or (entry.shape, entry.dtype) != expected:
                 raise CheckpointError(
-                    f"{piece.key} is not the block of {tensor_name} that the manifest says", where=str(file.path)
+                    f"{piece.key} is not the block of {tensor_name} that the manifest says", where=file.where
                 )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
-import numpy as np
 import torch
 
 from phalanx.core.errors import DataError
@@ -14,8 +14,11 @@ from phalanx.data.loader import Share, TrainBatches, held_out_batches
 from phalanx.data.samples import SampleSpec
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.data.tokens import SPLITS
-from phalanx.data.user_dataset import UserFacts, UserSamples, digest_of, open_user_dataset
+from phalanx.data.user_dataset import LOOKED_AT, UserFacts, digest_of_some, open_user_dataset
+from phalanx.job.own_dataset import num_workers
+from phalanx.job.rate import peak_rate
 from phalanx.job.schema import Job
+from phalanx.launch.paths import rank_log
 from phalanx.mesh.mesh import Mesh
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import Note
@@ -31,18 +34,21 @@ PROMPT_TOKENS = 16
 
 @contextlib.contextmanager
 def open_train_batches(
-    job: Job, plan: Plan, mesh: Mesh, corpus: Corpus, state: TrainState, bus: Bus
+    job: Job, plan: Plan, mesh: Mesh, corpus: Corpus, state: TrainState, bus: Bus, run_dir: Path
 ) -> Iterator[TrainBatches]:
     """What this rank trains on from `state` on."""
     spec = SampleSpec(str(corpus.directory), plan.seq_len, job.run.seed, job.data.document_masks)
     data = TrainBatches(
         spec,
         _share(plan, mesh, state),
-        workers=job.data.workers,
+        workers=num_workers(job.data),
         worker_timeout_s=job.data.worker_timeout_s,
         keep_record=job.observe.samples,
         emit=bus.emit,
+        worker_logs=rank_log(run_dir, mesh.rank, bus.attempt).with_suffix(""),
     )
+    if mesh.rank == 0:
+        _say_split(corpus, bus)
     try:
         yield data
     finally:
@@ -62,6 +68,15 @@ def open_held_out(job: Job, plan: Plan, mesh: Mesh, corpus: Corpus) -> HeldOut |
         document_masks=job.data.document_masks,
     )
     return found or None
+
+
+def _say_split(corpus: Corpus, bus: Bus) -> None:
+    """What is held out otherwise than by the fraction of documents. The terminal knows it before the ranks begin."""
+    for name, component in zip(corpus.names, corpus.components, strict=True):
+        if component.why_split:
+            held_out = component.splits["held_out"]
+            facts = {"source": name, "because": component.why_split, **vars(held_out)}
+            bus.emit(Note(f"held_out_by_{component.split_by}", facts))
 
 
 def _share(plan: Plan, mesh: Mesh, state: TrainState | None = None) -> Share:
@@ -89,15 +104,16 @@ def check_same_samples(corpus: Corpus, mesh: Mesh) -> None:
     broken = [(rank, str(found["error"])) for rank, found in enumerate(every) if "error" in found]
     if broken:
         raise DataError(broken[0][1], where=f"rank {broken[0][0]}")
-    was = {"length": corpus.user.num_train, "sample 0": corpus.user.first_sample}
+    was = {"length": corpus.user.num_train, "samples": corpus.user.some_samples}
     different = [rank for rank, found in enumerate(every) if found != was]
     if not different:
         return
-    other = "length" if every[different[0]]["length"] != was["length"] else "sample 0"
+    has_other_length = every[different[0]]["length"] != was["length"]
+    other = "another length" if has_other_length else f"other samples ({LOOKED_AT} are compared)"
     if every.count(every[0]) == len(every):
-        why = f"it has another {other}: it changed since the run began, or each process shuffles or draws for itself"
+        why = f"it has {other}: it changed since the run began, or each process shuffles or draws for itself"
     else:
-        why = f"rank {', '.join(map(str, different))} sees another {other}: each process shuffles or draws for itself"
+        why = f"rank {', '.join(map(str, different))} has {other}: each process shuffles or draws for itself"
     raise DataError(
         "your dataset is not the one that was opened before the ranks started",
         where=f"data.source {corpus.user.source}",
@@ -111,16 +127,17 @@ def _look_at(user: UserFacts) -> dict[str, int | str]:
     """What this process sees of a user's dataset, or why it cannot."""
     try:
         dataset = open_user_dataset(user.source, user.args, "train")
-        first = UserSamples(dataset, user.source, seed=0).take(np.zeros(1, np.int64))
+        some = digest_of_some(dataset, user.source)
     except DataError as error:
         return {"error": str(error)}
-    return {"length": len(dataset), "sample 0": digest_of(first)}
+    return {"length": len(dataset), "samples": some}
 
 
-def say_batch_change(plan: Plan, state: TrainState, bus: Bus) -> None:
+def say_batch_change(job: Job, plan: Plan, state: TrainState, bus: Bus) -> None:
     """A resumed run may read other numbers of samples in a step. The cursor goes on where it was."""
     if state.samples_seen == state.step * plan.global_batch_size:
         return
+    rate = peak_rate(job).why or f"optim.lr stays {job.optim.lr:.3g}, as the job says"
     bus.emit(
         Note(
             "batch_size_changed",
@@ -129,7 +146,7 @@ def say_batch_change(plan: Plan, state: TrainState, bus: Bus) -> None:
                 "samples_seen": state.samples_seen,
                 "global_batch_size": plan.global_batch_size,
                 "why": f"steps from {state.step + 1} on read {plan.global_batch_size} samples each, the first of them "
-                f"sample {state.samples_seen}; train.steps counts steps as before, and optim.lr is as the job says",
+                f"sample {state.samples_seen}; train.steps counts steps as before; {rate}",
             },
         )
     )

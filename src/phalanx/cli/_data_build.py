@@ -12,6 +12,7 @@ from phalanx.core.units import MIB, format_bytes, format_count, format_seconds
 from phalanx.data.build import BuildProgress, build_dataset
 from phalanx.data.dataset import Dataset
 from phalanx.data.train_tokenizer import TrainingProgress, train_tokenizer
+from phalanx.report.dataset_page import left_out
 from phalanx.report.words import plural
 
 
@@ -53,7 +54,7 @@ def build(
             print(f"stopped: {whole}; the same command goes on from there")
         return ExitCode.INTERRUPTED
     if as_json:
-        print_json("data_build", build_facts(dataset, last), indent=1)
+        print_json("data-build", build_facts(dataset, last), indent=1)
     else:
         print("\n".join(describe_build(dataset, last, tokenizer)))
     return ExitCode.OK
@@ -102,24 +103,12 @@ def describe_build(dataset: Dataset, progress: BuildProgress | None, tokenizer: 
     lines.append(f"{'shards':<8}{shards}{kept}, {format_bytes(_on_disk(dataset))}; {kind} ({tokenizer})")
     if manifest.end_of_document is None:
         lines.append(f"{'note':<8}the tokenizer has no token that ends a document; none was put between them")
-    if left_out := _left_out(dataset):
-        lines.append(f"{'note':<8}{left_out}")
+    if missing := left_out(manifest):
+        lines.append(f"{'note':<8}{'; '.join(missing)}")
     if progress is not None:
         lines.append(f"{'speed':<8}{_speed_words(progress, dataset.tokenizer.kind)}")
     lines.append(f"{'next':<8}phalanx train data.source={dataset.directory}")
     return lines
-
-
-def _left_out(dataset: Dataset) -> str:
-    manifest = dataset.manifest
-    said = []
-    if manifest.num_skipped_files:
-        said.append(f"{plural(manifest.num_skipped_files, 'binary file')} skipped")
-    if manifest.num_skipped_rows:
-        said.append(f"{plural(manifest.num_skipped_rows, 'null row')} skipped")
-    if manifest.num_not_utf8:
-        said.append(f"bytes that are not UTF-8 became U+FFFD in {plural(manifest.num_not_utf8, 'piece')} of text")
-    return "; ".join(said)
 
 
 def _speed_words(progress: BuildProgress, tokenizer_kind: str) -> str:
@@ -163,7 +152,7 @@ def train(inputs: Sequence[str], out: str, vocab_size: int, column: str, max_mb:
         print("stopped: no tokenizer was written")
         return ExitCode.INTERRUPTED
     if as_json:
-        print_json("data_tokenizer", {**vars(trained), "path": str(trained.path)}, indent=1)
+        print_json("data-tokenizer", {**vars(trained), "path": str(trained.path)}, indent=1)
         return ExitCode.OK
     few = "" if trained.vocab_size == vocab_size else f" (the corpus has no more; {vocab_size:,} were asked for)"
     size, took = f"{_megabytes(trained.text_bytes)} of text", format_seconds(trained.elapsed_s)

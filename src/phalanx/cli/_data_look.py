@@ -12,6 +12,7 @@ from phalanx.core.files import resource_error, write_bytes_atomic
 from phalanx.core.units import format_bytes, format_count
 from phalanx.data.dataset import open_dataset, read_manifest, verify_dataset
 from phalanx.data.stats import DatasetStats, LengthBin, measure
+from phalanx.report.dataset_page import part_words, range_words, render
 from phalanx.report.words import plural
 
 BAR_CELLS = 40
@@ -41,7 +42,7 @@ def verify(directory: str, as_json: bool) -> int:
     code = ExitCode.DATA if problems else ExitCode.OK
     if as_json:
         facts = {"directory": directory, "num_shards": num_shards, "num_bytes": num_bytes}
-        print_json("data_verify", {**facts, "problems": [problem.to_json() for problem in problems]}, indent=1)
+        print_json("data-verify", {**facts, "problems": [problem.to_json() for problem in problems]}, indent=1)
     elif problems:
         print(f"damaged {directory}: {plural(len(problems), 'problem')}")
     else:
@@ -62,14 +63,12 @@ def stats(directory: str, page: str | None, as_json: bool) -> int:
 
         found = measure(dataset, show)
     if page is not None:
-        from phalanx.report.dataset_page import render
-
         try:
             write_bytes_atomic(Path(page), render(dataset, found).encode())
         except OSError as error:
-            raise resource_error(error, "writing the page", page) from None
+            raise resource_error(error, "writing the page", page, place="--page") from None
     if as_json:
-        print_json("data_stats", {"directory": directory, "digest": dataset.digest, **found.to_json()}, indent=1)
+        print_json("data-stats", {"directory": directory, "digest": dataset.digest, **found.to_json()}, indent=1)
         return ExitCode.OK
     for text in describe_stats(found, directory, fancy=_can_draw()):
         print(text)
@@ -84,7 +83,7 @@ def ledger(run: str, as_json: bool) -> int:
 
     report = check_ledger(Path(run))
     if as_json:
-        print_json("data_ledger", report.to_json(), indent=1)
+        print_json("data-ledger", report.to_json(), indent=1)
     else:
         print("\n".join(report.lines()))
     return ExitCode.OK if report.ok else ExitCode.VERIFICATION
@@ -108,7 +107,7 @@ def describe_stats(found: DatasetStats, directory: str, *, fancy: bool = True) -
         f"        {found.num_tokens_used:,} of a vocabulary of {found.vocab_size:,} are used ({share:.0f} %)",
         "",
         f"length of a document in tokens: mean {found.mean_length:,.0f}",
-        "  " + "  ".join(f"{_part(part)} {length:,}" for part, length in found.quantiles.items()),
+        "  " + "  ".join(f"{part_words(part)} {length:,}" for part, length in found.quantiles.items()),
         "",
         *_histogram(found.bins, fancy),
         "",
@@ -122,13 +121,9 @@ def describe_stats(found: DatasetStats, directory: str, *, fancy: bool = True) -
     return lines
 
 
-def _part(part: float) -> str:
-    return {0.0: "shortest", 0.5: "median", 1.0: "longest"}.get(part, f"{100 * part:g} %")
-
-
 def _histogram(bins: tuple[LengthBin, ...], fancy: bool) -> list[str]:
     most = max(bin.num_documents for bin in bins)
-    labels = [f"{bin.low:,} to {bin.high:,}" if bin.high > bin.low else f"{bin.low:,}" for bin in bins]
+    labels = [range_words(bin.low, bin.high) for bin in bins]
     width = max(map(len, labels))
     return [
         f"  {label:>{width}}  {bar(bin.num_documents / most, fancy=fancy):<{BAR_CELLS}} {bin.num_documents:,}"

@@ -14,6 +14,7 @@ from phalanx.core.units import GIB, format_bytes, format_count
 from phalanx.job.explain import printable
 from phalanx.job.load import Origin, told
 from phalanx.job.model import preset_of
+from phalanx.job.own_dataset import num_workers
 from phalanx.job.rate import peak_rate, scaling_rule
 from phalanx.job.schema import Job
 from phalanx.job.toml import toml_value
@@ -71,6 +72,9 @@ def _derived(job: Job, plan: Plan, vocab_why: str) -> dict[str, Explained]:
     if job.train.micro_batch_size is None:
         whole = f"the whole share of a rank: {job.train.global_batch_size} / {plan.world_size} ranks"
         found.append(Explained("train.micro_batch_size", plan.micro_batch_size, "derived", why=whole))
+    if job.data.workers is None:
+        why = "tokens are read ahead in a thread" if num_workers(job.data) == 0 else "your own dataset is read ahead"
+        found.append(Explained("data.workers", num_workers(job.data), "derived", why=why))
     if job.optim.lr_scaling == "auto":
         why = f"the rule of {job.optim.kind}"
         found.append(Explained("optim.lr_scaling", scaling_rule(job.optim) or "none", "derived", why=why))

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from phalanx.checkpoint.manifest import newest_step
+from phalanx.checkpoint import stores
 from phalanx.cli._prepare import Prepared, announce, conclude, prepared_run, score_baselines
 from phalanx.cli._rank import RankRun, run_rank
 from phalanx.cli._run import console_of, is_finished
@@ -49,13 +49,14 @@ def train_as_rank(job: Job, run_dir: Path, ranks: RankEnv, *, resume: bool) -> i
     try:
         with prepared_run(job, run_dir, resume=resume, num_ranks=ranks.world_size) as prepared:
             announce(prepared)
-            if resume and is_finished(run_dir, job.train.steps):
+            if resume and is_finished(run_dir, job):
                 print(f"run     {run_dir}: step {job.train.steps} is done and saved; nothing to do")
                 decision.tell({"error": "finished", "exit_code": int(ExitCode.OK)})
                 return ExitCode.OK
-            attempt = next_attempt(run_dir)
-            decision.tell({"run_dir": str(run_dir), "plan": prepared.plan.to_json(), "attempt": attempt})
-            return _lead(prepared, RankRun(job, prepared.plan, run_dir, 0, attempt, began_unix_s), store)
+            attempt, epoch = next_attempt(run_dir), prepared.lock.take_epoch().number
+            told = {"run_dir": str(run_dir), "plan": prepared.plan.to_json(), "attempt": attempt, "epoch": epoch}
+            decision.tell(told)
+            return _lead(prepared, RankRun(job, prepared.plan, run_dir, 0, attempt, began_unix_s, epoch), store)
     except PhalanxError as error:
         decision.tell({"error": str(error), "exit_code": int(error.exit_code)})
         raise
@@ -100,7 +101,8 @@ def _lead(prepared: Prepared, run: RankRun, store: Any) -> int:
         raise
     finally:
         status = STATUS.get(code, "failed")
-        bus.emit(RunFinished(status, code, newest_step(run.run_dir), time.time() - run.started_unix_s))
+        saved = stores.newest_step(stores.open_store(run.run_dir, run.job.checkpoint.url))
+        bus.emit(RunFinished(status, code, saved, time.time() - run.started_unix_s))
         bus.close()
         conclude(prepared, Outcome(code, status, "", 1))
     return code
@@ -117,8 +119,9 @@ def _follow(job: Job, ranks: RankEnv, store: Any, began_unix_s: float) -> int:
     if "error" in decision:  # rank 0 has said it
         return int(decision["exit_code"])
     plan, run_dir = Plan.from_json(decision["plan"]), Path(decision["run_dir"])
+    attempt, epoch = int(decision["attempt"]), int(decision["epoch"])
     try:
-        return run_rank(RankRun(job, plan, run_dir, ranks.rank, int(decision["attempt"]), began_unix_s), store=store)
+        return run_rank(RankRun(job, plan, run_dir, ranks.rank, attempt, began_unix_s, epoch), store=store)
     except PhalanxError as error:
         if ranks.local_rank == 0:  # another node: rank 0's words are not on this terminal
             print(f"phalanx: rank {ranks.rank}: {error}", file=sys.stderr)

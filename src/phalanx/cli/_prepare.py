@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint.locks import LOCK_NAME, hold_run_lock
-from phalanx.checkpoint.manifest import list_checkpoints
+from phalanx.checkpoint.folder import Folder
+from phalanx.checkpoint.locks import LOCK_NAME, Lock, hold_run_lock
+from phalanx.checkpoint.stores import open_store
 from phalanx.cli._baselines import score
 from phalanx.cli._facts import data_facts
+from phalanx.cli._initial import INIT, find_initial
 from phalanx.cli._needs import check_needs
 from phalanx.cli._output import say
 from phalanx.cli._summary import summary_lines
-from phalanx.core.errors import ResourceError, UsageError
+from phalanx.core.errors import CheckpointError, ResourceError, UsageError
 from phalanx.core.files import open_run_directory, resource_error, write_bytes_atomic, write_json_atomic
 from phalanx.data.corpus import MANIFEST, Corpus, verify_corpus
 from phalanx.data.prepare import prepare_corpus
@@ -43,8 +45,11 @@ class Prepared:
     plan: Plan
     corpus: Corpus
     run_dir: Path
+    lock: Lock
     unverified: tuple[str, ...] = ()
     """What is to be said of tokens that were not compared with their checksums."""
+    init: tuple[str, ...] = ()
+    """What is to be said of the weights that it starts from."""
 
 
 @contextlib.contextmanager
@@ -57,7 +62,8 @@ def prepared_run(job: Job, run_dir: Path, *, resume: bool, num_ranks: int | None
     refuse_untrainable(job)
     refuse_other_data(job)
     make_plan(job, cluster=cluster, num_ranks=num_ranks, shape=shape)  # refuse a bad layout before writing anything
-    with _new_run_directory(run_dir) as keep:
+    with _new_run_directory(run_dir) as (lock, keep):
+        _require_store(job, run_dir, resume)
         is_new = not (run_dir / "data" / MANIFEST).exists()
         fixed_size = fixed_vocab_size(job.model)
         corpus = prepare_corpus(job.data, run_dir / "data", vocab_size=fixed_size)
@@ -68,9 +74,32 @@ def prepared_run(job: Job, run_dir: Path, *, resume: bool, num_ranks: int | None
         )
         if not resume:
             open_run_directory(run_dir, needed_bytes=plan.num_params * CHECKPOINT_BYTES_PER_PARAM)
-        with _facts_written(run_dir, {"job.json": job.to_json(), "plan.json": plan.to_json()}):
+        initial, init_lines = _initial_weights(job, plan, run_dir)
+        with _facts_written(run_dir, {"job.json": job.to_json(), "plan.json": plan.to_json(), **initial}):
             keep()
-            yield Prepared(job, plan, corpus, run_dir, tuple(unverified))
+            yield Prepared(job, plan, corpus, run_dir, lock, tuple(unverified), tuple(init_lines))
+
+
+def _initial_weights(job: Job, plan: Plan, run_dir: Path) -> tuple[dict[str, Any], list[str]]:
+    """What to write into the run directory and what to say of model.init_from. Only step 0 reads it."""
+    if job.model.init_from is None:
+        return {}, []
+    if open_store(run_dir, job.checkpoint.url).folders():
+        return {}, ["init    model.init_from is not read: the run continues from its own checkpoint"]
+    initial = find_initial(job.model, plan.model_shape)
+    assert initial is not None
+    return {INIT: initial.to_json()}, initial.lines()
+
+
+def _require_store(job: Job, run_dir: Path, resume: bool) -> None:
+    """A store elsewhere can be written, now and not at the first save; a new run finds nobody's checkpoints there."""
+    if job.checkpoint.url is None:
+        return
+    store = open_store(run_dir, job.checkpoint.url, say=say)
+    store.probe()
+    if not resume and store.folders():
+        fix = "choose another checkpoint.url, or continue the run they belong to with --resume"
+        raise UsageError("there are checkpoints of another run", where=store.url, fix=fix)
 
 
 @contextlib.contextmanager
@@ -107,7 +136,7 @@ def _refuse_a_run_that_is_there(run_dir: Path, resume: bool) -> None:
 
 
 @contextlib.contextmanager
-def _new_run_directory(run_dir: Path) -> Iterator[Callable[[], None]]:
+def _new_run_directory(run_dir: Path) -> Iterator[tuple[Lock, Callable[[], None]]]:
     """Create and lock `run_dir`. What is new of it goes away again unless the body calls what is yielded.
 
     Only the holder of the lock removes files: of two jobs that race for a new directory, the loser leaves it alone.
@@ -115,9 +144,9 @@ def _new_run_directory(run_dir: Path) -> Iterator[Callable[[], None]]:
     new = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     try:
         open_run_directory(run_dir)
-        with hold_run_lock(run_dir):
+        with hold_run_lock(run_dir) as lock:
             try:
-                yield new.clear
+                yield lock, new.clear
             finally:
                 if run_dir in new:
                     shutil.rmtree(run_dir, ignore_errors=True)
@@ -130,7 +159,7 @@ def _new_run_directory(run_dir: Path) -> Iterator[Callable[[], None]]:
 def announce(run: Prepared) -> None:
     """What is about to happen, before it does."""
     data = [f"data    {line}" for line in (*_data_lines(run.corpus), *run.unverified)]
-    say(f"run     {run.run_dir}", *data, *describe(run.plan))
+    say(f"run     {run.run_dir}", *data, *run.init, *describe(run.plan, of_samples=run.corpus.user is not None))
 
 
 def _data_lines(corpus: Corpus) -> list[str]:
@@ -143,9 +172,11 @@ def _data_lines(corpus: Corpus) -> list[str]:
         train, held = component.splits["train"], component.splits["held_out"]
         share = f" ({component.weight / total:.1%} of the samples)" if len(corpus.components) > 1 else ""
         skipped = f", {component.num_skipped_files} binary files skipped" if component.num_skipped_files else ""
+        how = "by position" if component.split_by == "position" else f"in {held.num_documents:,}"
+        why = f" ({component.why_split})" if component.why_split else ""
         lines.append(
             f"{component.source}{share}: {train.num_tokens:,} training tokens in {train.num_documents:,} documents, "
-            f"{held.num_tokens:,} held out in {held.num_documents:,}{skipped}"
+            f"{held.num_tokens:,} held out {how if held.num_tokens else 'in 0'}{why}{skipped}"
         )
     return lines
 
@@ -165,8 +196,16 @@ def conclude(run: Prepared, outcome: Outcome) -> int:
         say(*summary_lines(run.run_dir))
     elif outcome.message:
         print(outcome.message, file=sys.stderr)
-    saved = list_checkpoints(run.run_dir)
+    saved = _saved(run)
     if outcome.status != "finished" and saved:
         say(f"resume  phalanx train --resume {run.run_dir}   (newest checkpoint: {saved[-1].name})")
     say(f"report  {run.run_dir / 'report.html'}", f"run     {run.run_dir}")
     return outcome.exit_code
+
+
+def _saved(run: Prepared) -> list[Folder]:
+    """The run's checkpoints; none where the store does not answer, which whoever resumes will hear of."""
+    try:
+        return open_store(run.run_dir, run.job.checkpoint.url).folders()
+    except (OSError, CheckpointError):
+        return []

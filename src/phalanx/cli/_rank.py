@@ -14,8 +14,10 @@ import psutil
 import torch
 
 import phalanx
-from phalanx.checkpoint.manifest import list_checkpoints, step_of
-from phalanx.checkpoint.store import clean_up
+from phalanx.checkpoint.agree import agreed
+from phalanx.checkpoint.epoch import Epoch
+from phalanx.checkpoint.folder import Folder, place_in_run
+from phalanx.checkpoint.stores import Store, open_store
 from phalanx.cli._data import (
     check_masks,
     check_same_samples,
@@ -24,6 +26,7 @@ from phalanx.cli._data import (
     prompt_tokens,
     say_batch_change,
 )
+from phalanx.cli._initial_rank import take_initial_weights
 from phalanx.cli._needs import sink_openers
 from phalanx.core.errors import CheckpointError, ExitCode
 from phalanx.core.phases import BlackBox, Phases
@@ -58,6 +61,8 @@ class RankRun:
     rank: int
     attempt: int
     started_unix_s: float
+    epoch: int = 0
+    """Of the job's claim on the run directory; 0 where nobody counts."""
 
 
 def main(payload: dict[str, Any]) -> int:
@@ -68,7 +73,8 @@ def main(payload: dict[str, Any]) -> int:
     plan, started_unix_s = Plan.from_json(payload["plan"]), float(payload["started_unix_s"])
     if ranks.attempt > payload["first_attempt"]:  # a restart began with this process, not with the command
         started_unix_s = psutil.Process().create_time()
-    return run_rank(RankRun(job, plan, Path(payload["run_dir"]), ranks.rank, ranks.attempt, started_unix_s))
+    run_dir, epoch = Path(payload["run_dir"]), int(payload["epoch"])
+    return run_rank(RankRun(job, plan, run_dir, ranks.rank, ranks.attempt, started_unix_s, epoch))
 
 
 def run_rank(run: RankRun, *, sinks: Sequence[tuple[str, OpenSink]] = (), store: Any = None) -> int:
@@ -109,10 +115,16 @@ def _train(run: RankRun, bus: Bus, phases: Phases, meter: MemoryMeter, stop: Sto
         )
         meter.start(mesh.device)
         state = build_state(job, plan, mesh, phases, tokenizer=corpus.tokenizer_digest)
-        restored = restore_newest(run_dir, state, bus, fallback=job.checkpoint.fallback)
+        checkpoints = open_store(
+            run_dir, job.checkpoint.url, say=lambda why: bus.emit(Note("store_is_slow", {"why": why}))
+        )
+        epoch = Epoch(run_dir, run.epoch) if run.epoch else None
+        restored = restore_newest(checkpoints, state, bus, run_dir=run_dir, fallback=job.checkpoint.fallback)
+        if restored is None:
+            take_initial_weights(job.model, state, bus, run_dir)
         check_masks(job, state.model)
         check_same_samples(corpus, mesh)
-        with open_train_batches(job, plan, mesh, corpus, state, bus) as data:
+        with open_train_batches(job, plan, mesh, corpus, state, bus, run_dir) as data:
             trainer = Trainer(
                 job,
                 plan,
@@ -122,19 +134,22 @@ def _train(run: RankRun, bus: Bus, phases: Phases, meter: MemoryMeter, stop: Sto
                 data=data,
                 objective=build_objective(job),
                 held_out=open_held_out(job, plan, mesh, corpus),
+                source_weights=dict(zip(corpus.names, corpus.weights, strict=True)),
                 records=data.record,
                 guards=(NonFiniteGuard(job.resilience.max_skipped_steps),),
                 stop=stop,
                 run_dir=run_dir,
+                epoch=epoch,
             )
             if mesh.rank == 0:
                 bus.emit(_run_started(job, plan, mesh, state, restored, run.started_unix_s))
                 for warning in plan.warnings:
                     bus.emit(Note("warning", {"warning": warning.code, "text": warning.text}))
-                say_batch_change(plan, state, bus)
+                say_batch_change(job, plan, state, bus)
             phases.leave("startup")
             ended = trainer.run()
-        bus.emit(meter.measure(state.shards(), state.model, plan.chosen.predicted_bytes))
+        predicted = plan.chosen.predicted_bytes
+        bus.emit(meter.measure(state.shards(), state.model, predicted, trainer.staging_bytes))
         if ended == "finished":
             _afterwards(job, plan, mesh, corpus, trainer)
         mesh.barrier()
@@ -148,7 +163,7 @@ def build_state(job: Job, plan: Plan, mesh: Mesh, phases: Phases, *, tokenizer: 
     return TrainState(model, build_optimizer(model, job.optim), job.run.seed, tokenizer)
 
 
-def restore_newest(run_dir: Path, state: TrainState, bus: Bus, *, fallback: bool) -> Path | None:
+def restore_newest(store: Store, state: TrainState, bus: Bus, *, run_dir: Path, fallback: bool) -> Folder | None:
     """Continue from rank 0's newest checkpoint, or with `fallback` from the newest that can be read; None without any.
 
     Collective. The list is rank 0's, because a shared file system may show each rank another one. Raises the newest's
@@ -156,28 +171,31 @@ def restore_newest(run_dir: Path, state: TrainState, bus: Bus, *, fallback: bool
     """
     mesh = state.model.mesh
     found: list[str] = []
-    if mesh.rank == 0:
-        clean_up(run_dir)
-        found = [path.name for path in reversed(list_checkpoints(run_dir))]
+    with agreed(mesh, store.url, "looking for checkpoints") as outcome:
+        if mesh.rank == 0:
+            store.clean_up()
+            found = [folder.name for folder in reversed(store.folders())]
+        outcome["mine"] = found
     first_error: CheckpointError | None = None
-    for name in mesh.gather_json(found)[0]:
-        path = run_dir / "checkpoints" / name
+    for name in outcome["all"][0]:
+        folder = store.folder(name)
         try:
-            state.restore(path, phases=state.model.phases)
-            return path
+            state.restore(folder, phases=state.model.phases)
+            return folder
         except CheckpointError as error:  # on every rank, and nothing has changed
             first_error = first_error or error
             if not fallback:
                 break
             if mesh.rank == 0:
-                bus.emit(CheckpointUnusable(step_of(path), f"checkpoints/{name}", error.why or str(error)))
+                place = place_in_run(folder, run_dir)
+                bus.emit(CheckpointUnusable(folder.step, place, error.why or str(error)))
     if first_error is not None:
         raise first_error
     return None
 
 
 def _run_started(
-    job: Job, plan: Plan, mesh: Mesh, state: TrainState, restored: Path | None, started_unix_s: float
+    job: Job, plan: Plan, mesh: Mesh, state: TrainState, restored: Folder | None, started_unix_s: float
 ) -> RunStarted:
     return RunStarted(
         run=job.run.name,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from phalanx.checkpoint.manifest import newest_step
+from phalanx.checkpoint.stores import newest_step, open_store
 from phalanx.cli._json import print_json, words_on_stderr
 from phalanx.cli._needs import preload
 from phalanx.cli._prepare import Prepared, announce, conclude, prepared_run, score_baselines
@@ -89,7 +89,7 @@ def _train(job_file: str | None, overrides: Sequence[str], resume: str | None) -
         code = train_as_rank(job, run_dir, ranks, resume=resume is not None)
         return code, run_dir if ranks.rank == 0 else None
     with prepared_run(job, run_dir, resume=resume is not None, num_ranks=None) as run:
-        if is_finished(run.run_dir, run.job.train.steps):
+        if is_finished(run.run_dir, run.job):
             print(f"run     {run.run_dir}: step {run.job.train.steps} is done and saved; nothing to do")
             return ExitCode.OK, run_dir
         announce(run)
@@ -113,11 +113,12 @@ def _resumed_job(resume: str, overrides: Sequence[str]) -> tuple[Path, Job]:
     return run_dir, job
 
 
-def is_finished(run_dir: Path, steps: int) -> bool:
+def is_finished(run_dir: Path, job: Job) -> bool:
     """True if the last step is saved and what comes after it (evaluation, sample) is on record."""
+    steps = job.train.steps
     events = (envelope.event for envelope in EventTail(run_dir).poll())
     told = any(isinstance(e, RunFinished) and e.status == "finished" and e.step >= steps for e in events)
-    return told and newest_step(run_dir) >= steps
+    return told and newest_step(open_store(run_dir, job.checkpoint.url)) >= steps
 
 
 def _fresh_name(job: Job) -> str:
@@ -137,6 +138,7 @@ def _supervised(run: Prepared, began: float) -> int:
     spec = LaunchSpec(
         entry="phalanx.cli._rank:main",
         payload=payload,
+        payload_of_attempt=lambda: {"epoch": run.lock.take_epoch().number},
         num_ranks=run.plan.world_size,
         run_dir=run_dir,
         preload=preload(job),
@@ -146,19 +148,20 @@ def _supervised(run: Prepared, began: float) -> int:
     bus = Bus(rank=-1, attempt=attempt, run_dir=run_dir)
     console = console_of(job)
     tail = EventTail(run_dir, attempt_from=attempt)
+    store = open_store(run_dir, job.checkpoint.url)
     try:
         outcome = supervise(
             spec,
             bus=bus,
             on_tick=lambda: _show(console, tail),
             say=console.say,
-            newest_step=lambda: newest_step(run_dir),
+            newest_step=lambda: newest_step(store),
         )
         _show(console, tail)
         if outcome.status == "finished":
             score_baselines(run, bus)
             _show(console, tail)
-        bus.emit(RunFinished(outcome.status, outcome.exit_code, newest_step(run_dir), time.monotonic() - began))
+        bus.emit(RunFinished(outcome.status, outcome.exit_code, newest_step(store), time.monotonic() - began))
     finally:
         console.close()
         bus.close()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.checkpoint.best import read_best
+from phalanx.checkpoint.folder import full_place
 from phalanx.core.files import read_json
 from phalanx.core.units import format_bytes
 from phalanx.observe.events import BaselineMeasured, CheckpointSaved, EvalFinished, MemoryMeasured, TextGenerated
@@ -29,24 +30,25 @@ def summary_lines(run_dir: Path) -> list[str]:
         of = f"({evaluation.num_targets:,} {units.items})"
         what = f"held out, {units.loss_in_words}" if units.loss else "held out"
         lines.append(f"loss    {what}: {'  '.join(parts)}   {of}")
-        lines += _sources(evaluation)
+        lines += _sources(evaluation) + _metrics(evaluation)
         trigram = next((b for name, b in baselines.items() if "trigram" in name), None)
         if trigram is not None:
             ahead = trigram.loss - evaluation.loss
             verdict = "better" if ahead > 0 else "worse"
             lines.append(f"        the model is {abs(ahead):.3f} nats {verdict} than the trigram")
         if 0 < evaluation.best_step != evaluation.step:
-            lines.append(f"        the best was {evaluation.best_loss:.3f}, at step {evaluation.best_step}")
+            by = "" if evaluation.judged_by == "loss" else f"{printable(evaluation.judged_by)} "
+            lines.append(f"        the best was {by}{evaluation.best:.3f}, at step {evaluation.best_step}")
     if memory is not None:
         lines += _memory_lines(memory)
     if sample is not None:
         text = (sample.prompt + sample.text).expandtabs(4).strip("\n").split("\n")
         lines.append("sample  " + "\n        ".join(printable(line) for line in text))
     if saved is not None:
-        lines.append(f"saved   {run_dir / saved.path} ({format_bytes(saved.num_bytes)})")
+        lines.append(f"saved   {full_place(run_dir, saved.path)} ({format_bytes(saved.num_bytes)})")
     best = read_best(run_dir)
     if best is not None:
-        lines.append(f"best    {run_dir / best.checkpoint} (loss {best.loss:.4f} at step {best.step})")
+        lines.append(f"best    {full_place(run_dir, best.checkpoint)} ({printable(best.metric)} {best.value:.4f} at step {best.step})")
     return lines
 
 
@@ -64,12 +66,20 @@ def _sources(evaluation: EvalFinished) -> list[str]:
     return [f"        {printable(name):<{width}}  {loss:.3f}" for name, loss in evaluation.loss_by_source.items()]
 
 
+def _metrics(evaluation: EvalFinished) -> list[str]:
+    """One line for each metric of the user's objective, below each other."""
+    width = max(map(len, evaluation.metrics), default=0)
+    return [f"        {printable(name):<{width}}  {value:.4f}" for name, value in evaluation.metrics.items()]
+
+
 def _memory_lines(memory: MemoryMeasured) -> list[str]:
     predicted, measured = memory.predicted_bytes.get("peak", 0), memory.measured_bytes.get("peak", 0)
     if not predicted or not measured:
         return []
-    error = (predicted - measured) / measured
+    error = f"{(predicted - measured) / measured:+.0%}"
+    if not memory.predicts_activations:
+        error = "activations not predicted"
     return [
         f"memory  peak of rank 0: {format_bytes(predicted)} predicted, {format_bytes(measured)} measured "
-        f"({error:+.0%}), on top of {format_bytes(memory.runtime_bytes)} for interpreter and torch"
+        f"({error}), on top of {format_bytes(memory.runtime_bytes)} for interpreter and torch"
     ]

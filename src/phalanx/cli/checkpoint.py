@@ -1,4 +1,4 @@
-"""Look at the checkpoints of a run: list them, verify every byte, compare two, remove old ones."""
+"""Checkpoints of a run: list, verify every byte, compare, remove old ones; export and import weights."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ EXAMPLES = {
     "verify": "Example: phalanx checkpoint verify runs/train-20260101-120000/checkpoints/step-400",
     "diff": "Example: phalanx checkpoint diff runs/a runs/b/checkpoints/step-400",
     "prune": "Example: phalanx checkpoint prune runs/train-20260101-120000 --keep-last 3 --keep-every 1000 --dry-run",
+    "export": "Example: phalanx checkpoint export runs/train-20260101-120000 --out my-model",
+    "import": "Example: phalanx checkpoint import Qwen3-0.6B --out imported",
 }
 
 Place = Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's directory, or one checkpoint's.")]
@@ -65,4 +67,41 @@ def prune(
     return prune(run, keep_last, keep_every, dry_run, as_json)
 
 
-COMMANDS = {"ls": ls, "verify": verify, "diff": diff, "prune": prune}
+def export(
+    place: Place,
+    out: Annotated[str, typer.Option(metavar="DIR", help="A directory that is not there yet.")],
+    form: Annotated[str, typer.Option("--format", metavar="FORMAT", help="hf: what transformers opens.")] = "hf",
+    dtype: Annotated[
+        str | None, typer.Option(metavar="TYPE", help="Round the weights to fp32, bf16 or fp16; default: as saved.")
+    ] = None,
+    shard_gb: Annotated[float, typer.Option(min=0.001, metavar="GB", help="At most this much in one file.")] = 5.0,
+    best: Annotated[bool, typer.Option("--best", help="What eval.keep_best kept, not the newest.")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Write the weights as transformers opens them: safetensors, config.json and the tokenizer."""
+    from phalanx.cli._exchange import export
+
+    return export(place, out, form, dtype, shard_gb, best, as_json)
+
+
+def import_weights(
+    source: Annotated[
+        str,
+        typer.Argument(metavar="SOURCE", help="A Hugging Face directory, a .safetensors file, a DCP directory, a .pt."),
+    ],
+    out: Annotated[str, typer.Option(metavar="DIR", help="A directory that is not there yet.")],
+    prefix: Annotated[
+        str, typer.Option(metavar="TEXT", help="Take only names that begin so, without it: model. or module.")
+    ] = "",
+    trust_pickle: Annotated[
+        bool, typer.Option("--trust-pickle", help="Unpickle SOURCE, which can run any program that is in it.")
+    ] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Make a checkpoint of others' weights, to start training from (model.init_from) or to load."""
+    from phalanx.cli._exchange import import_weights
+
+    return import_weights(source, out, prefix, trust_pickle, as_json)
+
+
+COMMANDS = {"ls": ls, "verify": verify, "diff": diff, "prune": prune, "export": export, "import": import_weights}

@@ -43,13 +43,21 @@ def command(
             print_explained(load_job(job_file, overrides), job_file, overrides, as_json=as_json)
             return 0
         from phalanx.job.load import load_job
+        from phalanx.job.own_dataset import is_own_dataset
         from phalanx.plan.planner import describe, make_plan
 
-        plan = make_plan(load_job(job_file, overrides))
+        job = load_job(job_file, overrides)
+        plan = make_plan(job)
+        initial = None
+        if job.model.init_from is not None:
+            from phalanx.cli._initial import find_initial
+
+            initial = find_initial(job.model, plan.model_shape)
         if as_json:
-            print_json("plan", plan.to_json(), indent=1)
+            print_json("plan", {**plan.to_json(), "initial": initial and initial.to_json()}, indent=1)
         else:
-            print("\n".join(describe(plan)))
+            print("\n".join(describe(plan, of_samples=is_own_dataset(job.data.source))))
+            print("\n".join(initial.lines() if initial else []), end="\n" if initial else "")
     return 0
 
 

@@ -59,13 +59,13 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def resource_error(error: OSError, doing: str, path: Path | str) -> PhalanxError:
-    """The PhalanxError for an OSError met while `doing` something with `path`."""
+def resource_error(error: OSError, doing: str, path: Path | str, *, place: str = "run.dir") -> PhalanxError:
+    """The PhalanxError for an OSError met while `doing` something with `path`, which the user chose as `place`."""
     reason = os.strerror(error.errno) if error.errno else str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ResourceError(f"no space left while {doing}", where=str(path), why=reason, fix="free space there")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return ResourceError(f"not writable while {doing}", where=str(path), why=reason, fix="choose another run.dir")
+        return ResourceError(f"not writable while {doing}", where=str(path), why=reason, fix=f"choose another {place}")
     return ResourceError(f"failed while {doing}", where=str(path), why=reason)
 
 

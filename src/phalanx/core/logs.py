@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-from phalanx.core.secrets import Redactor
+from phalanx.core.secrets import Redactor, spans_by_place
 
 
 def redirect_output(path: Path, redactor: Redactor) -> None:
@@ -55,16 +55,30 @@ class RedactedStream(io.TextIOWrapper):
 
 
 def blank_out(path: Path, secrets: Iterable[str]) -> int:
-    """Overwrite each of `secrets` in the file with stars, in place; the number of places. Raises OSError."""
-    wanted = [secret.encode() for secret in secrets]
-    if not wanted or path.stat().st_size == 0:
+    """Overwrite each of `secrets`, and what URLs carry, in the file with stars, in place; the number of places.
+
+    Raises OSError.
+    """
+    if path.stat().st_size == 0:
         return 0
-    num_places = 0
     with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as content:
-        for secret in wanted:
-            at = content.find(secret)
-            while at >= 0:
-                content[at : at + len(secret)] = b"*" * len(secret)
-                num_places += 1
-                at = content.find(secret, at + len(secret))
+        return sum(_blank_out_all(content, secret.encode()) for secret in secrets) + _blank_out_by_place(content)
+
+
+def _blank_out_all(content: mmap.mmap, secret: bytes) -> int:
+    num_places, at = 0, content.find(secret)
+    while at >= 0:
+        content[at : at + len(secret)] = b"*" * len(secret)
+        num_places += 1
+        at = content.find(secret, at + len(secret))
+    return num_places
+
+
+def _blank_out_by_place(content: mmap.mmap) -> int:
+    num_places, begin = 0, 0
+    for line in iter(content.readline, b""):
+        for start, end in spans_by_place(line.decode("latin-1")):  # a byte is a letter
+            content[begin + start : begin + end] = b"*" * (end - start)
+            num_places += 1
+        begin += len(line)
     return num_places

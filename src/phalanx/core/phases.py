@@ -94,6 +94,14 @@ class Phases:
         self._stack: list[tuple[str, str]] = []
         self._since = 0.0
 
+    def beside(self, step: int) -> Phases:
+        """For another thread of this rank, at work on `step`: the same listeners, seconds of its own. The black box
+        goes on telling where training is.
+        """
+        found = Phases(None, self._listeners)
+        found.step = step
+        return found
+
     @contextmanager
     def __call__(self, name: str, collective: str = "") -> Iterator[None]:
         depth = len(self._stack)

@@ -14,6 +14,8 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import quote, quote_plus, unquote
 
+from phalanx.core.url_secrets import Span, looks_random, parameter_spans, user_spans
+
 HIDDEN = "***"
 MIN_LENGTH = 8  # "1", "true" or "disabled" in place of a key must not blank out ordinary words
 
@@ -23,36 +25,38 @@ _ENDINGS = (
 )
 _WORDS = frozenset(("PASS", "AUTH", "AUTHORIZATION", "BEARER", "COOKIE", "JWT", "PAT", "DSN"))
 _PLACES = frozenset(("FILE", "PATH", "DIR", "SOCK", "NAME"))  # TOKEN_FILE says where a secret lies, and is none
-_URL_PASSWORD = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/\s:@]*:([^/\s@]+)@")
+_SHELLS_OWN = frozenset(("PWD", "OLDPWD"))  # the folder that a shell is in, and was in
+_CONNECTIONS = frozenset(("CONNECTIONSTRING", "CONNSTR"))
 # In the arguments of a model "pad_token" and "num_key_heads" are ordinary: there, these words need company or a value
 # that looks like a key.
 _AMBIGUOUS = frozenset(("KEY", "KEYS", "TOKEN", *_WORDS))
-_COMPANY = frozenset(("API", "ACCESS", "AUTH", "BEARER", "PRIVATE", "SECRET", "REFRESH"))
-_LOOKS_RANDOM = re.compile(r"(?=.*[0-9])(?=.*[A-Za-z])[A-Za-z0-9_\-.+/=]{16,}")
+_COMPANY = frozenset(("API", "ACCESS", "ACCOUNT", "AUTH", "BEARER", "PRIVATE", "SECRET", "REFRESH"))
+_IN_QUERIES = frozenset(("TOKEN", "SIG", "SIGNATURE", "PWD"))  # there, whatever they hold
 
 
 class Redactor:
-    """Replaces every secret of `environ` by `***`. The mapping is asked anew each time: user code may add to it."""
+    """Replaces every secret of `environ`, and what URLs carry, by `***`.
+
+    The mapping is asked anew each time: user code may add to it.
+    """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
 
     def text(self, text: str) -> str:
-        pattern = self._now()
-        return text if pattern is None else pattern.sub(HIDDEN, text)
+        return _hidden(text, self._now())
 
     def value(self, value: Any) -> Any:
         """`value` (of JSON's types) with `text` applied to every string in it, keys too."""
-        pattern = self._now()
-        return value if pattern is None else _cleaned(value, pattern)
+        return _cleaned(value, self._now())
 
     def _now(self) -> re.Pattern[str] | None:
         return _pattern(tuple(secret_values(self._environ).values()))
 
 
-def _cleaned(value: Any, pattern: re.Pattern[str]) -> Any:
+def _cleaned(value: Any, pattern: re.Pattern[str] | None) -> Any:
     if isinstance(value, str):
-        return pattern.sub(HIDDEN, value)
+        return _hidden(value, pattern)
     if isinstance(value, dict):
         return {_cleaned(key, pattern): _cleaned(item, pattern) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -60,8 +64,33 @@ def _cleaned(value: Any, pattern: re.Pattern[str]) -> Any:
     return value
 
 
+def _hidden(text: str, pattern: re.Pattern[str] | None) -> str:
+    """Known secrets first: what is left of a URL around them is looked at by its form."""
+    if pattern is not None:
+        text = pattern.sub(HIDDEN, text)
+    for start, end in reversed(spans_by_place(text)):
+        text = text[:start] + HIDDEN + text[end:]
+    return text
+
+
+def spans_by_place(text: str) -> list[Span]:
+    """Where `text` has secrets that one knows by their place: a URL's password or token. In order, none in another."""
+    spans: list[Span] = []
+    for span in sorted({*user_spans(text), *parameter_spans(text, _is_secret_in_query)}):
+        if not spans or span[0] >= spans[-1][1]:
+            spans.append(span)
+    return spans
+
+
+def _is_secret_in_query(name: str, value: str) -> bool:
+    words = _words(name)
+    if words and (words[-1] in _IN_QUERIES or words[-1].endswith("SIGNATURE")):
+        return True
+    return _is_certain(name) or (is_secret_name(name) and looks_random(value))
+
+
 def secret_values(environ: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """The secrets of `environ` by variable: values of variables that are named like one, and passwords in URLs.
+    """The secrets of `environ` by variable: values of variables that are named like one, and what URLs in any carry.
 
     Of a value with several lines (a private key), each line: messages are squeezed to one.
     """
@@ -71,7 +100,9 @@ def secret_values(environ: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
             continue
         whole = (value,) if is_secret_name(name) and not _is_a_path(value) else ()
         parts = [part.strip() for text in whole for part in (text, *text.splitlines())]
-        parts += _URL_PASSWORD.findall(value) if "@" in value else ()
+        parts += [value[start:end] for start, end in spans_by_place(value)]
+        if _is_connection(name):
+            parts += [value[start:end] for start, end in parameter_spans(value, _is_secret_in_query, anywhere=True)]
         if secrets := tuple(dict.fromkeys(part for part in parts if len(part) >= MIN_LENGTH)):
             found[name] = secrets
     return found
@@ -84,11 +115,20 @@ def _is_a_path(value: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def is_secret_name(name: str) -> bool:
-    """True for names like WANDB_API_KEY, hf_token, PGPASSWORD; not for KEY_FILE, TOKENIZERS_PARALLELISM or PWD."""
+    """True for names like WANDB_API_KEY, hf_token, MYSQL_PWD; not for KEY_FILE, TOKENIZERS_PARALLELISM or PWD."""
     words = _words(name)
     if not words or words[-1] in _PLACES:
         return False
-    return any(word.endswith(_ENDINGS) or word in _WORDS for word in words)
+    return (
+        any(word.endswith(_ENDINGS) or word in _WORDS for word in words)
+        or ("".join(words) not in _SHELLS_OWN and words[-1].endswith("PWD"))
+        or _is_connection(name)
+    )
+
+
+def _is_connection(name: str) -> bool:
+    """True for AZURE_STORAGE_CONNECTION_STRING: several settings in one value, secrets among them."""
+    return "".join(_words(name)).endswith(tuple(_CONNECTIONS))
 
 
 def carried_secret(name: str, value: str, environ: Mapping[str, str]) -> str | None:
@@ -96,16 +136,27 @@ def carried_secret(name: str, value: str, environ: Mapping[str, str]) -> str | N
     for variable, secrets in secret_values(environ).items():
         if any(secret in value for secret in secrets):
             return f"holds the secret of the environment variable {variable}"
-    if _URL_PASSWORD.search(value):
+    if any(user_spans(value)):
         return "is a URL with a password in it"
-    if value and is_secret_name(name) and (_is_certain(name) or _LOOKS_RANDOM.fullmatch(value)):
+    if any(parameter_spans(value, _is_secret_in_job, anywhere=_is_connection(name))):
+        return "is a URL or a connection string with a secret in it"
+    if value and is_secret_name(name) and (_is_certain(name) or looks_random(value)):
         return "is named like a secret, and a run keeps its job"
     return None
 
 
+def _is_secret_in_job(name: str, value: str) -> bool:
+    """A job is refused for it, so a page_token=2 is none."""
+    return _is_certain(name) or (looks_random(value) and _is_secret_in_query(name, value))
+
+
 def _is_certain(name: str) -> bool:
     """True where the last word alone says it (password), or the one before does (api_key)."""
+    if not _words(name):
+        return False
     *before, last = _words(name)
+    if last == "PWD":
+        return bool(before) and (*before, last) != ("OLD", "PWD")
     if last in _AMBIGUOUS:
         return bool(before) and before[-1] in _COMPANY
     return last.endswith(_ENDINGS) and (not last.endswith(("TOKEN", "KEY", "KEYS")) or last.startswith(tuple(_COMPANY)))

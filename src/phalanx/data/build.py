@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.digest import differing_keys, digest
-from phalanx.core.errors import DataError, PhalanxError, ResourceError, RunLockedError
+from phalanx.core.errors import DataError, ResourceError, RunLockedError
 from phalanx.core.files import read_json, resource_error, write_bytes_atomic, write_json_atomic
 from phalanx.core.units import format_bytes
 from phalanx.data.build_pool import run_tasks
@@ -30,6 +30,7 @@ from phalanx.data.shards import dtype_for, open_shard
 from phalanx.data.sources import Found, find_files
 from phalanx.data.spans import Task, default_shard_bytes, plan_tasks
 from phalanx.data.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Tokenizer, load_tokenizer, tokenizer_path
+from phalanx.data.unchanged import changed_since, check_unchanged, times_of
 
 STATE = ".build"
 OPTIONS, LOCK = "options.json", "lock"
@@ -103,7 +104,7 @@ def build_dataset(
     (exit 7) if `out` cannot be written, RunLockedError (exit 9) if another build is at it.
     """
     encoder = load_tokenizer(tokenizer)
-    found = find_files(inputs, named)
+    found = find_files(inputs, named, out)
     cutter = cutter_for(encoder)
     total_bytes = sum(file.num_bytes for one in found for file in one.files)
     shard_bytes = shard_bytes or default_shard_bytes(total_bytes)
@@ -113,10 +114,12 @@ def build_dataset(
     options = _options(found, encoder, column, shard_bytes)
     _check_place(out)
     if is_dataset(out):
-        return _finished(out, options)
+        return _finished(out, options, tasks, times_of(found))
     is_new = not out.exists()
     try:
         with _locked(out):
+            if is_dataset(out):  # another build has finished since we looked
+                return _finished(out, options, tasks, times_of(found))
             try:
                 workers = num_workers or _useful_workers(encoder, total_bytes)
                 return _build(tasks, found, encoder, tokenizer, options, out, workers, progress)
@@ -125,19 +128,13 @@ def build_dataset(
                     _remove(out, tasks, is_new)
                 raise
     except OSError as error:  # reading raises DataError, so this was writing
-        raise _cannot_write(error, out) from None
+        raise resource_error(error, "writing the token shards", out, place="folder") from None
 
 
 def _useful_workers(encoder: Tokenizer, total_bytes: int) -> int:
     if encoder.kind == "bytes" and total_bytes < _QUICK_BYTES:
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _cannot_write(error: OSError, out: Path) -> PhalanxError:
-    problem = resource_error(error, "writing the token shards", out)
-    fix = problem.fix and problem.fix.replace("run.dir", "folder")
-    return type(problem)(problem.what, where=problem.where, why=problem.why, fix=fix)
 
 
 def _options(found: list[Found], encoder: Tokenizer, column: str, shard_bytes: int) -> dict[str, Any]:
@@ -170,7 +167,7 @@ def _check_place(out: Path) -> None:
     except NotADirectoryError:
         raise DataError("not a folder", where=str(out), fix="give another --out") from None
     except OSError as error:
-        raise resource_error(error, "opening the folder of the dataset", out) from None
+        raise resource_error(error, "opening the folder of the dataset", out, place="folder") from None
     if names and STATE not in names and MANIFEST not in names:
         raise DataError(
             "the folder holds something else",
@@ -180,21 +177,27 @@ def _check_place(out: Path) -> None:
         )
 
 
-def _finished(out: Path, options: dict[str, Any]) -> Dataset:
+def _finished(out: Path, options: dict[str, Any], tasks: list[Task], changed_ns: dict[str, int]) -> Dataset:
     """The dataset that is already there, if it is the one that is wanted."""
     dataset = open_dataset(out)
     was = _wanted(dataset.manifest.to_json())
     differing = differing_keys(was, _wanted(options))
     if differing:
-        raise DataError(
-            "another dataset is there",
-            where=str(out),
-            why=f"other {', '.join(differing)}",
-            fix="give another --out, or remove that folder",
-        )
+        raise _another(out, f"other {', '.join(differing)}")
+    contents = dict(enumerate(dataset.manifest.contents))
+    for task in tasks:
+        paths = changed_since(task, contents.get(task.number), options["column"], changed_ns, out / MANIFEST)
+        if paths:
+            others = f" (or another of {len(paths)} that were written lately)" if len(paths) > 1 else ""
+            raise _another(out, f"{paths[0]} had another content when it was built{others}")
     with contextlib.suppress(OSError):
         shutil.rmtree(out / STATE)  # a build that was killed on its very last step
     return dataset
+
+
+def _another(out: Path, why: str) -> DataError:
+    fix = "give another --out, or remove that folder"
+    return DataError("another dataset is there", where=str(out), why=why, fix=fix)
 
 
 def _wanted(options: dict[str, Any]) -> dict[str, Any]:
@@ -204,15 +207,30 @@ def _wanted(options: dict[str, Any]) -> dict[str, Any]:
 @contextlib.contextmanager
 def _locked(out: Path) -> Iterator[None]:
     """Hold OUT/.build for this process: the lock goes with it, however it ends."""
-    (out / STATE).mkdir(parents=True, exist_ok=True)
-    handle = os.open(out / STATE / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    handle = _lock(out)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunLockedError("another build is writing there", where=str(out), fix="wait for it") from None
         yield
     finally:
+        os.close(handle)
+
+
+def _lock(out: Path) -> int:
+    path = out / STATE / LOCK
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except FileNotFoundError:  # a build that finished took its state away meanwhile
+            continue
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(handle), os.stat(path)):
+                return handle
+        except BlockingIOError:
+            os.close(handle)
+            raise RunLockedError("another build is writing there", where=str(out), fix="wait for it") from None
+        except FileNotFoundError:
+            pass
         os.close(handle)
 
 
@@ -229,7 +247,7 @@ def _build(
     _same_options(out, options)
     for left in out.glob(".*.partial"):
         left.unlink(missing_ok=True)
-    kept = _kept(tasks, out)
+    kept = _kept(tasks, times_of(found), options["column"], out)
     build = _Build(tasks, kept, min(num_workers, max(1, len(tasks) - len(kept))), kept=tuple(kept))
     todo = [task for task in tasks if task.number not in kept]
     _check_room(todo, encoder, out)
@@ -279,14 +297,17 @@ def _note(out: Path, task: Task, outcome: Outcome) -> None:
     write_json_atomic(path, {"task": task.digest, "outcome": outcome.to_json()}, durable=False)
 
 
-def _kept(tasks: list[Task], out: Path) -> dict[int, Outcome]:
+def _kept(tasks: list[Task], changed_ns: dict[str, int], column: str, out: Path) -> dict[int, Outcome]:
     """Outcomes of an interrupted build that still hold: same inputs, and the shard is the one of the note."""
     kept: dict[int, Outcome] = {}
     for task in tasks:
+        path = out / STATE / f"{task.number:05d}.json"
         try:
-            note = read_json(out / STATE / f"{task.number:05d}.json")
+            note = read_json(path)
             outcome = Outcome.from_json(note["outcome"])
             if note["task"] != task.digest:
+                continue
+            if changed_since(task, outcome.content, column, changed_ns, path):
                 continue
             if outcome.facts is not None and open_shard(out / task.file).facts != outcome.facts:
                 continue
@@ -319,6 +340,7 @@ def _finish(
     if not shards:
         why = f"{total.num_null_rows} null rows" if total.num_null_rows else "no row has any text"
         raise DataError("there is no text in it", where=", ".join(one.source for one in found), why=why)
+    check_unchanged(build.tasks, build.outcomes, found, options["column"])
     if encoder.kind == "tokenizer.json":
         _copy_tokenizer(encoder, tokenizer, out)
     manifest = Manifest(
@@ -334,6 +356,10 @@ def _finish(
         num_not_utf8=total.num_not_utf8,
         inputs=tuple(options["inputs"]),
         shards=shards,
+        num_skipped_folders=sum(one.num_skipped_folders for one in found),
+        num_repeated_files=sum(one.num_repeated for one in found),
+        num_ends_in_text=total.num_ends_in_text,
+        contents=tuple(outcome.content for outcome in outcomes),
     )
     for left in set(out.glob("shard-*.tokens")) - {out / shard.file for shard in shards}:
         left.unlink()  # of inputs that are not there any more

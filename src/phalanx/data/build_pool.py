@@ -148,7 +148,11 @@ def _remove_partials(out: Path) -> None:
 
 def error_message(error: PhalanxError | OSError, out: Path) -> dict[str, Any]:
     """An error of a worker as a message; an OSError is one of writing, since readers raise DataError."""
-    told = error if isinstance(error, PhalanxError) else resource_error(error, "writing the token shards", out)
+    told = (
+        error
+        if isinstance(error, PhalanxError)
+        else resource_error(error, "writing the token shards", out, place="folder")
+    )
     return told.to_json()
 
 

@@ -29,7 +29,7 @@ from phalanx.data.tokenizer import Tokenizer, load_tokenizer
 from phalanx.data.tokens import SPLITS, Split, SplitBy, Splits, TokenSequence, split_tokens
 from phalanx.data.user_dataset import UserFacts
 
-FORMAT = 2
+FORMAT = 3  # 2: other samples, and other documents held out, of the same tokens
 MANIFEST = "corpus.json"
 VERIFIED_BYTES = 2 * GIB  # more than this is not read before every start
 
@@ -56,15 +56,26 @@ class Component:
     vocab_size: int
     end_of_document: int | None
     split_by: SplitBy
+    held_out_keys: tuple[int, ...]  # of few documents
     splits: dict[Split, SplitFacts]
     source_bytes: int
     num_skipped_files: int
+
+    @property
+    def why_split(self) -> str:
+        """Why the fraction of the documents does not decide what is held out; empty where it does."""
+        if self.split_by == "document" or self.splits["held_out"].num_tokens == 0:
+            return ""
+        if self.split_by == "few_documents":
+            return "by the fraction alone a side would have no sequence"
+        return "there is one document, or none that training can spare"
 
     @classmethod
     def from_json(cls, value: Any) -> Component:
         fields = dict(value)
         fields["files"] = {str(name): FileFacts(**facts) for name, facts in fields["files"].items()}
         fields["tokenizer"] = TokenizerFacts(**fields["tokenizer"])
+        fields["held_out_keys"] = tuple(map(int, fields["held_out_keys"]))
         fields["splits"] = {split: SplitFacts(**fields["splits"][split]) for split in SPLITS}
         return cls(**fields)
 
@@ -157,7 +168,8 @@ class Corpus:
         path = self.path_of(component)
         check_unchanged(component.kind, path, component.files)
         opened = open_arrays(component.kind, path)
-        return opened, split_tokens(opened.arrays, self.wanted["held_out_fraction"], component.split_by)
+        fraction, keys = self.wanted["held_out_fraction"], component.held_out_keys
+        return opened, split_tokens(opened.arrays, fraction, component.split_by, keys)
 
     def sequences(self, split: Split) -> list[TokenSequence]:
         """The tokens of a split, for each component."""

@@ -47,6 +47,10 @@ class Manifest:
     num_not_utf8: int
     inputs: tuple[dict[str, Any], ...]
     shards: tuple[ShardFacts, ...]
+    num_skipped_folders: int = 0  # datasets that lay in an input
+    num_repeated_files: int = 0  # given more than once, read once
+    num_ends_in_text: int = 0  # the tokenizer itself gave end_of_document for something in a text
+    contents: tuple[str, ...] = ()  # of each part of the inputs, in their order: a digest of what it held
 
     def to_json(self) -> dict[str, Any]:
         return {"format": FORMAT, **asdict(self)}
@@ -59,15 +63,39 @@ class Manifest:
             if fields.pop("format") != FORMAT or fields["dtype"] not in DTYPES:
                 raise ValueError("another release wrote it")
             fields["tokenizer"] = TokenizerFacts(**fields["tokenizer"])
-            fields["inputs"] = tuple(fields["inputs"])
+            fields["inputs"], fields["contents"] = tuple(fields["inputs"]), tuple(fields.get("contents", ()))
             fields["shards"] = tuple(ShardFacts(**shard) for shard in fields["shards"])
             for shard in fields["shards"]:
                 check_name(shard.file, "shard")
             if not fields["shards"]:
                 raise ValueError("it lists no shard")
-            return cls(**fields)
+            manifest = cls(**fields)
+            manifest._check_types()
+            return manifest
         except Exception as error:
             raise _unusable(where, f"{type(error).__name__}: {error}") from None
+
+    def _check_types(self) -> None:
+        """Raises ValueError for a value that `to_json` never gives, named."""
+        counts = {
+            name: value for name, value in vars(self).items() if name.startswith("num_") or name.endswith("_bytes")
+        }
+        for number, one in enumerate(self.inputs):
+            counts |= {f"inputs.{number}.{name}": one[name] for name in ("num_files", "num_bytes")}
+            _require(isinstance(one["source"], str), f"inputs.{number}.source", one["source"])
+        for shard in self.shards:
+            counts |= {f"{shard.file}.{name}": value for name, value in vars(shard).items() if name.startswith("num_")}
+        for name, value in {**counts, "vocab_size": self.vocab_size}.items():
+            _require(type(value) is int and value >= 0, name, value)
+        end = self.end_of_document
+        _require(end is None or (type(end) is int and 0 <= end < self.vocab_size), "end_of_document", end)
+        for name, text in {"column": self.column, **vars(self.tokenizer)}.items():
+            _require(isinstance(text, str), name, text)
+
+
+def _require(is_good: bool, name: str, value: object) -> None:
+    if not is_good:
+        raise ValueError(f"{name} is {value!r}")
 
 
 @dataclass(frozen=True)
@@ -204,8 +232,16 @@ def _open_listed(directory: Path, manifest: Manifest, facts: ShardFacts) -> Shar
     if shard.facts.max_token_id >= manifest.vocab_size:
         raise _swapped(shard, f"token {shard.facts.max_token_id}, the dataset's vocabulary has {manifest.vocab_size}")
     if shard.facts != facts or shard.dtype != manifest.dtype or shard.vocab_size != manifest.vocab_size:
-        raise _swapped(shard, f"checksum {shard.facts.xxh3}, dataset.json says {facts.xxh3}")
+        raise _swapped(shard, _difference(shard, manifest, facts))
     return shard
+
+
+def _difference(shard: Shard, manifest: Manifest, facts: ShardFacts) -> str:
+    """The first of what tells two shards apart, their checksum above all."""
+    here = {"checksum": shard.facts.xxh3, **vars(shard.facts), "dtype": shard.dtype, "vocab_size": shard.vocab_size}
+    wanted = {"checksum": facts.xxh3, **vars(facts), "dtype": manifest.dtype, "vocab_size": manifest.vocab_size}
+    name = next(name for name in here if here[name] != wanted[name])
+    return f"{name} {here[name]}, dataset.json says {wanted[name]}"
 
 
 def _swapped(shard: Shard, why: str) -> DataError:

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from phalanx.core.units import MIB
 from phalanx.data.columns import Reading
 from phalanx.data.cuts import cutter_for
-from phalanx.data.readers import Piece, read_pieces
+from phalanx.data.readers import Piece, read_content, read_pieces
 from phalanx.data.shards import ShardFacts, ShardWriter, dtype_for
-from phalanx.data.spans import Task
+from phalanx.data.spans import Span, Task
 from phalanx.data.tokenizer import Tokenizer
 
 BATCH_BYTES = 2 * MIB
@@ -34,6 +35,7 @@ class Counts:
     num_tokens: int = 0
     num_null_rows: int = 0
     num_not_utf8: int = 0  # pieces of documents in which bytes were replaced
+    num_ends_in_text: int = 0  # the token that ends a document, given by the tokenizer for something in a text
     encode_s: float = 0.0
     wall_s: float = 0.0
 
@@ -52,32 +54,57 @@ class Outcome:
 
     facts: ShardFacts | None
     counts: Counts = field(default_factory=Counts)
+    content: str = ""  # digest of what went in, see `content_of`
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Outcome:
-        return cls(value["facts"] and ShardFacts(**value["facts"]), Counts(**value["counts"]))
+        return cls(value["facts"] and ShardFacts(**value["facts"]), Counts(**value["counts"]), value["content"])
 
 
 Report = Callable[[Counts], None]
 
 
+class Content:
+    """A digest of what lies in the inputs of a task: the same wherever they lie, whenever they were written."""
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_128()
+
+    def add(self, span: Span, column: str) -> None:
+        self._hash.update(f"{span.name}\x1f{span.format}\x1f{span.begin}\x1f{span.end}\x1f".encode())
+        for part in read_content(span, column):
+            self._hash.update(part)
+
+    def __str__(self) -> str:
+        return self._hash.hexdigest()
+
+
+def content_of(task: Task, column: str) -> str:
+    """What `build_shard` says of the content. Raises DataError for a file that cannot be read."""
+    content = Content()
+    for span in task.spans:
+        content.add(span, column)
+    return str(content)
+
+
 def build_shard(task: Task, out: Path, tokenizer: Tokenizer, column: str, report: Report) -> Outcome:
     """Write the shard of `task` in `out`: whole or absent. Raises DataError, and OSError where writing fails."""
     began = time.monotonic()
-    counts, reading = Counts(), Reading()
+    counts, reading, content = Counts(), Reading(), Content()
     told_s = 0.0
     first = task.spans[0]
     continues = first.format == "text" and first.begin > 0
     encode = _encode_bytes if tokenizer.kind == "bytes" else _encode_text
     dtype = dtype_for(tokenizer.vocab_size)
     with ShardWriter(out / task.file, dtype, tokenizer.vocab_size, tokenizer.digest, continues=continues) as writer:
-        for batch in _batches(_pieces(task, column, tokenizer, reading)):
+        for batch in _batches(_pieces(task, column, tokenizer, reading, content)):
             began_encoding = time.monotonic()
             encoded = encode(batch, tokenizer)
             counts.encode_s += time.monotonic() - began_encoding
+            counts.num_ends_in_text += _ends_in_text(encoded, tokenizer)
             _write(writer, batch, encoded, tokenizer.end_of_document)
             _count(counts, batch, reading)
             counts.num_tokens = writer.num_tokens
@@ -88,12 +115,13 @@ def build_shard(task: Task, out: Path, tokenizer: Tokenizer, column: str, report
         counts.num_null_rows = reading.num_null_rows  # where the last rows are null, no batch follows
         facts = writer.commit() if writer.num_tokens else None
     counts.read_bytes, counts.wall_s = task.weight, time.monotonic() - began
-    return Outcome(facts, counts)
+    return Outcome(facts, counts, str(content))
 
 
-def _pieces(task: Task, column: str, tokenizer: Tokenizer, reading: Reading) -> Iterator[Piece]:
+def _pieces(task: Task, column: str, tokenizer: Tokenizer, reading: Reading, content: Content) -> Iterator[Piece]:
     cutter = cutter_for(tokenizer)
     for span in task.spans:
+        content.add(span, column)  # one pass before the other: the second finds the bytes in memory
         yield from read_pieces(span, column, cutter, tokenizer.kind == "bytes", reading)
 
 
@@ -126,6 +154,12 @@ def _encode_bytes(batch: list[Piece], tokenizer: Tokenizer) -> Encoded:
 def _encode_text(batch: list[Piece], tokenizer: Tokenizer) -> Encoded:
     found = tokenizer.encode_batch([piece.text for piece in batch])  # type: ignore[misc]
     return Encoded(np.concatenate(found), np.array([ids.size for ids in found], np.int64))
+
+
+def _ends_in_text(encoded: Encoded, tokenizer: Tokenizer) -> int:
+    if tokenizer.end_of_document is None or tokenizer.kind == "bytes":
+        return 0
+    return int(np.count_nonzero(encoded.ids == tokenizer.end_of_document))
 
 
 def _write(writer: ShardWriter, batch: list[Piece], encoded: Encoded, end_of_document: int | None) -> None:

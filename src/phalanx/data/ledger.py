@@ -7,6 +7,7 @@ but what both read must have been the same.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,7 +24,8 @@ from phalanx.observe.events import RunStarted, SamplesRead
 from phalanx.observe.tail import EventTail
 
 MAX_SHOWN = 20
-MAX_SAMPLE, MAX_OF_A_STEP = 2**60, 2**24  # what lies beyond was not written by a rank
+# What lies beyond was not written by a rank. A run's own numbers, which are smaller, count where they are on record.
+MAX_SAMPLE, MAX_OF_A_STEP, MAX_STEPS, MAX_RANKS = 2**60, 2**24, 2**53, 2**20
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,15 @@ class Reading:
 
     attempt: int
     event: SamplesRead
+
+
+@dataclass(frozen=True)
+class Start:
+    """How an attempt began: the step it continued from, and what none of its records can exceed."""
+
+    step: int
+    total_steps: int
+    world_size: int
 
 
 @dataclass(frozen=True)
@@ -70,9 +81,14 @@ def check_ledger(run_dir: Path) -> LedgerReport:
         raise DataError(
             "the run has no record of its samples", where=str(run_dir), fix="train with observe.samples=true"
         )
-    readings = [reading for reading in found if _is_sound(reading.event)]
-    unsound = [reading.event for reading in found if not _is_sound(reading.event)]
-    problems = [f"step {event.step}: rank {event.data_parallel_rank} has a damaged record" for event in unsound]
+    readings: list[Reading] = []
+    problems: list[str] = []
+    for reading in found:
+        if damage := _damage(reading.event, starts.get(reading.attempt)):
+            event = reading.event
+            problems.append(f"step {event.step}: rank {event.data_parallel_rank} has a damaged record: {damage}")
+        else:
+            readings.append(reading)
     done, incomplete = _complete_steps(_last_attempts(readings, starts))
     problems += [*incomplete, *_not_in_order(done)]
     problems += _differing_again(readings)
@@ -89,33 +105,46 @@ def check_ledger(run_dir: Path) -> LedgerReport:
     )
 
 
-def _read_events(run_dir: Path) -> tuple[list[Reading], dict[int, int]]:
-    """All records, and for each attempt the step it continued from."""
+def _read_events(run_dir: Path) -> tuple[list[Reading], dict[int, Start]]:
+    """All records, and how each attempt began."""
     readings: list[Reading] = []
-    starts: dict[int, int] = {}
+    starts: dict[int, Start] = {}
     for envelope in EventTail(run_dir, all_ranks=True).poll():
         if isinstance(envelope.event, SamplesRead):
             readings.append(Reading(envelope.attempt, envelope.event))
         elif isinstance(envelope.event, RunStarted):
-            starts[envelope.attempt] = int(envelope.event.step)
+            event = envelope.event
+            starts[envelope.attempt] = Start(int(event.step), int(event.total_steps), int(event.world_size))
     return readings, starts
 
 
-def _is_sound(event: SamplesRead) -> bool:
-    """Whether a record can be what a rank wrote: pairs of whole numbers, ascending, and not absurdly many samples."""
+def _damage(event: SamplesRead, start: Start | None) -> str:
+    """Why a record cannot be what a rank wrote; empty if it can. Nothing that follows is longer than it says."""
+    total_steps = min(start.total_steps, MAX_STEPS) if start else MAX_STEPS
+    num_ranks = min(start.world_size, MAX_RANKS) if start else MAX_RANKS
+    if not _is_whole(event.step, 1, total_steps + 1):
+        return f"the attempt has steps 1 to {total_steps}"
+    size = event.data_parallel_size
+    if not (_is_whole(size, 1, num_ranks + 1) and _is_whole(event.data_parallel_rank, 0, size)):
+        return f"it is of {size} data-parallel ranks, and there are {num_ranks} ranks"
     edges = event.ranges
-    if not edges or len(edges) % 2 or any(type(edge) is not int or not 0 <= edge < MAX_SAMPLE for edge in edges):
-        return False
+    if not edges or len(edges) % 2 or not all(_is_whole(edge, 0, MAX_SAMPLE) for edge in edges):
+        return "its ranges are no pairs of sample numbers"
     sizes = [beyond - first for first, beyond in _ranges(event)]
-    return min(sizes) > 0 and sum(sizes) <= MAX_OF_A_STEP and 0 <= event.data_parallel_rank < event.data_parallel_size
+    return "" if min(sizes) > 0 and sum(sizes) <= MAX_OF_A_STEP else "its ranges are empty or absurdly long"
 
 
-def _last_attempts(readings: Sequence[Reading], starts: dict[int, int]) -> dict[int, list[Reading]]:
+def _is_whole(value: object, least: int, beyond: int) -> bool:
+    return type(value) is int and least <= value < beyond
+
+
+def _last_attempts(readings: Sequence[Reading], starts: dict[int, Start]) -> dict[int, list[Reading]]:
     """By step, the records that count: an attempt undoes all that was done after the step it continued from."""
     counted: dict[int, list[Reading]] = {}
     for attempt in sorted({reading.attempt for reading in readings} | set(starts)):
         mine = [reading for reading in readings if reading.attempt == attempt]
-        first = starts.get(attempt, min((reading.event.step for reading in mine), default=1) - 1)
+        first = min((reading.event.step for reading in mine), default=1) - 1
+        first = starts[attempt].step if attempt in starts else first
         counted = {step: found for step, found in counted.items() if step <= first}
         for reading in mine:
             counted.setdefault(int(reading.event.step), []).append(reading)
@@ -126,21 +155,26 @@ def _complete_steps(counted: dict[int, list[Reading]]) -> tuple[dict[int, list[R
     """The steps that every rank has recorded. The newest may be incomplete: ranks were stopped in between."""
     done: dict[int, list[Reading]] = {}
     problems: list[str] = []
-    newest = max(counted, default=0)
-    for step in range(1, newest + 1):
+    newest, expected = max(counted, default=0), 1
+    for step, readings in counted.items():
+        if step > expected:
+            gap = f"step {expected}" if step == expected + 1 else f"steps {expected} to {step - 1}"
+            problems.append(f"{gap}: no rank has a record")
+        expected = step + 1
         by_rank: dict[int, Reading] = {}
-        for reading in counted.get(step, []):
+        for reading in readings:
             rank = int(reading.event.data_parallel_rank)
             if rank in by_rank and by_rank[rank].event.ranges != reading.event.ranges:
                 problems.append(f"step {step}: rank {rank} has two records that differ")
             by_rank[rank] = reading
         wanted = max((int(reading.event.data_parallel_size) for reading in by_rank.values()), default=0)
         missing = [rank for rank in range(wanted) if rank not in by_rank]
-        if by_rank and not missing:
+        if not missing:
             done[step] = list(by_rank.values())
         elif step < newest:
-            who = f"rank {', '.join(map(str, missing))} has no" if missing else "no rank has a"
-            problems.append(f"step {step}: {who} record")
+            others = f" and {len(missing) - MAX_SHOWN:,} more" if len(missing) > MAX_SHOWN else ""
+            who = ", ".join(map(str, missing[:MAX_SHOWN])) + others
+            problems.append(f"step {step}: rank {who} has no record")
     return done, problems
 
 
@@ -173,8 +207,14 @@ def _differing_again(readings: Sequence[Reading]) -> Iterator[str]:
 
 
 def _wrong_content(readings: Sequence[Reading], samples: Samples) -> Iterator[str]:
-    """Readings whose checksum is not that of the samples they name."""
+    """Readings whose checksum is not that of the samples they name. Those of an unusual size are not even compared."""
+    sizes = Counter((reading.attempt, _num_samples(reading.event)) for reading in readings)
+    usual = {attempt: size for (attempt, size), _ in reversed(sizes.most_common())}
     for reading in readings:
+        if (size := _num_samples(reading.event)) != usual[reading.attempt]:
+            read = f"rank {reading.event.data_parallel_rank} read {size} samples"
+            yield f"step {reading.event.step}: {read}, and {usual[reading.attempt]} in other steps"
+            continue
         ranges = _ranges(reading.event)
         indices = np.concatenate([np.arange(first, beyond, dtype=np.int64) for first, beyond in ranges])
         if digest_of(samples.take(indices)) != reading.event.xxh3:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -71,7 +72,8 @@ class TrainBatches:
     """The microbatches of one rank, by step number: any step from the share's first on; steps in a row are read ahead.
 
     `workers=0` reads ahead in a thread; a user's own dataset is then read in the step itself, because its code may not
-    run beside the training's. `emit` takes what becomes of workers; `keep_record` makes `record` answer.
+    run beside the training's (it draws from the same global generators). `emit` takes what becomes of workers; what
+    they print goes to files whose names begin with `worker_logs`. `keep_record` makes `record` answer.
     """
 
     def __init__(
@@ -84,13 +86,19 @@ class TrainBatches:
         prefetch: bool = True,
         keep_record: bool = False,
         emit: Callable[[Event], None] = lambda event: None,
+        worker_logs: Path | None = None,
     ) -> None:
         self.share = share
         self._samples: Samples | None = None
         self._reader: WorkerPool | _Prefetch | None = None
         if workers:
             self._reader = WorkerPool(
-                spec.to_json(), workers, indices_of=share.sample_indices, timeout_s=worker_timeout_s, emit=emit
+                spec.to_json(),
+                workers,
+                indices_of=share.sample_indices,
+                timeout_s=worker_timeout_s,
+                emit=emit,
+                logs=worker_logs,
             )
         else:
             self._samples = spec.open()
@@ -234,8 +242,8 @@ def held_out_batches(
 ) -> dict[str, Iterable[Batch]]:
     """What is evaluated, by source ("" where there is only one); empty for nothing.
 
-    The sources of a mixture share `max_tokens` by their weights, so that the loss over all is that of the mixture. Of a
-    user's own dataset it is a number of samples. Raises DataError if there are fewer than ranks.
+    The sources of a mixture share `max_tokens` by their weights. Of a user's own dataset it is a number of samples.
+    Raises DataError if there are fewer than ranks.
     """
     if corpus.user is not None:
         return _own_held_out(corpus.user, share, max_tokens, seed)

@@ -42,6 +42,8 @@ class MegatronFile:
 def megatron_paths(source: str) -> tuple[Path, Path] | None:
     """The .bin and the .idx that `source` means: either of them, or what both begin with. None if it means neither."""
     path = Path(os.path.expanduser(source))
+    if not path.name:  # "." or "/"
+        return None
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     pair = prefix.with_name(f"{prefix.name}.bin"), prefix.with_name(f"{prefix.name}.idx")
     named = path.suffix in (".bin", ".idx") and os.path.isfile(path)

@@ -62,9 +62,9 @@ def mix(values: Uint64s) -> Uint64s:
 class SampleOrder:
     """Which tokens sample `i` of a run reads: seq_len + 1 of them from `starts([i])` on.
 
-    An epoch cuts the tokens into windows of seq_len in a permuted order. Where the cuts lie moves by less than a
-    window from epoch to epoch, so that no token is always the first of its window; for that each epoch leaves out up
-    to one window at the edges.
+    An epoch reads every window of seq_len that fits, each once, in a permuted order. What does not fill a window is
+    left out: fewer than seq_len tokens, before the first window and after the last. How much of it before is drawn anew
+    for each epoch, so that the cuts move and over epochs every token is read.
     """
 
     num_tokens: int
@@ -76,7 +76,7 @@ class SampleOrder:
 
     @property
     def samples_per_epoch(self) -> int:
-        return max(1, self.num_tokens // self.seq_len - 1)
+        return (self.num_tokens - 1) // self.seq_len  # nothing comes after the last token: it is a target only
 
     def starts(self, indices: NDArray[np.integer]) -> NDArray[np.int64]:
         """Offset of the first token of each sample, same shape as `indices` (global sample numbers from 0)."""
@@ -89,10 +89,9 @@ class SampleOrder:
         return mix(epochs.astype(np.uint64) ^ np.uint64(stable_hash64("sample order", self.seed)))
 
     def _phases(self, epoch_keys: Uint64s) -> NDArray[np.int64]:
-        """How far each epoch's windows are shifted, in [0, seq_len) as far as the last window allows."""
-        room = self.num_tokens - 1 - self.samples_per_epoch * self.seq_len
-        num_phases = np.uint64(min(room, self.seq_len - 1) + 1)
-        return (mix(epoch_keys ^ np.uint64(_PHASE)) % num_phases).astype(np.int64)
+        """How many tokens each epoch leaves out before its first window, of those that it leaves out at all."""
+        num_left_out = (self.num_tokens - 1) % self.seq_len
+        return (mix(epoch_keys ^ np.uint64(_PHASE)) % np.uint64(num_left_out + 1)).astype(np.int64)
 
 
 @dataclass(frozen=True)

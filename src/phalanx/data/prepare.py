@@ -75,8 +75,8 @@ def _prepare_component(source: str, weight: float, data: Data, own_dir: Path, vo
     if data.tokenizer != "bytes" and path != own_dir.name:
         tokenizer, tokenizer_path, needed_size = _named_tokenizer(data.tokenizer, described, source)
     opened = open_arrays(described.kind, described.path)
-    split_by = choose_split(opened.arrays, data.held_out_fraction, data.seq_len)
-    splits = split_tokens(opened.arrays, data.held_out_fraction, split_by)
+    split_by, held_out_keys = choose_split(opened.arrays, data.held_out_fraction, data.seq_len)
+    splits = split_tokens(opened.arrays, data.held_out_fraction, split_by, held_out_keys)
     return Component(
         source=source,
         weight=weight,
@@ -88,6 +88,7 @@ def _prepare_component(source: str, weight: float, data: Data, own_dir: Path, vo
         vocab_size=needed_size,
         end_of_document=described.end_of_document,
         split_by=split_by,
+        held_out_keys=held_out_keys,
         splits={split: SplitFacts(splits[split].num_tokens, splits[split].num_documents) for split in SPLITS},
         source_bytes=described.source_bytes,
         num_skipped_files=described.num_skipped_files,

@@ -11,14 +11,15 @@ import hashlib
 import os
 import zlib
 from collections.abc import Callable, Iterator
-from typing import BinaryIO, NamedTuple
+from contextlib import contextmanager
+from typing import Any, BinaryIO, NamedTuple, cast
 
 from phalanx.core.digest import stable_hash64
 from phalanx.core.errors import DataError
 from phalanx.core.units import MIB
 from phalanx.data.columns import Reading
 from phalanx.data.cuts import MAX_WHOLE_CHARS, PIECE_CHARS, Cutter, too_long
-from phalanx.data.rows_arrow import arrow_parts, arrow_rows, parquet_parts, parquet_rows
+from phalanx.data.rows_arrow import arrow_content, arrow_parts, arrow_rows, parquet_content, parquet_parts, parquet_rows
 from phalanx.data.rows_json import json_rows
 from phalanx.data.sources import SourceFile
 from phalanx.data.spans import Parts, Span, in_bytes, in_one
@@ -70,7 +71,7 @@ def parts_of(file: SourceFile, column: str, step_bytes: int, can_cut_text: bool)
 def read_pieces(span: Span, column: str, cutter: Cutter, wants_bytes: bool, reading: Reading) -> Iterator[Piece]:
     """The documents of a span in order. Raises DataError (exit 4) naming the file and the line or row."""
     before = reading.read
-    try:
+    with _named(span):
         if span.format == "text":
             yield from _read_text(span, cutter, wants_bytes, reading)
         else:
@@ -82,13 +83,31 @@ def read_pieces(span: Span, column: str, cutter: Cutter, wants_bytes: bool, read
                 else:
                     yield from _row_pieces(key_of(row), text, f"{span.path}: row {row}", cutter, wants_bytes)
         _check_unchanged(span)
+    reading.read = before + span.weight
+
+
+def read_content(span: Span, column: str) -> Iterator[Any]:
+    """Buffers of bytes that decide what `read_pieces` gives: as they lie in the file, nothing is parsed."""
+    with _named(span):
+        if span.format in ("parquet", "arrow"):
+            yield from (parquet_content if span.format == "parquet" else arrow_content)(span, column)
+        else:
+            with open(span.path, "rb", buffering=0) as file:
+                file.seek(span.begin)
+                yield from _blocks(cast(BinaryIO, file), span.end - span.begin)
+
+
+@contextmanager
+def _named(span: Span) -> Iterator[None]:
+    """What goes wrong inside is a DataError that names the file."""
+    try:
+        yield
     except OSError as error:
         if isinstance(error, gzip.BadGzipFile):
             raise DataError("not a gzip file, or a damaged one", where=span.path, why=str(error)) from None
         raise DataError("cannot be read", where=span.path, why=error.strerror or str(error)) from None
     except (EOFError, zlib.error) as error:
         raise DataError("the compressed file is damaged", where=span.path, why=str(error)) from None
-    reading.read = before + span.weight
 
 
 def _check_unchanged(span: Span) -> None:

@@ -84,6 +84,9 @@ def _check_column(schema: Any, column: str, path: str) -> None:
     arrow = _arrow(path)
     if column not in schema.names:
         raise no_column(column, list(schema.names), path, "column", "its columns are")
+    if schema.names.count(column) > 1:
+        what = f"{schema.names.count(column)} columns are called {column!r}"
+        raise DataError(what, where=path, fix="write it again with other names")
     kind = schema.field(column).type
     if arrow.types.is_dictionary(kind):
         kind = kind.value_type
@@ -116,15 +119,44 @@ def _parquet_batches(parquet: Any, column: str, span: Span, first: int) -> Itera
             first += batch.num_rows
 
 
+def parquet_content(span: Span, column: str) -> Iterator[bytes]:
+    """The pages of the column, as they lie in the file."""
+    with _opened(span.path, _open_parquet) as parquet, open(span.path, "rb", buffering=0) as file:
+        for number in range(span.begin, span.end):
+            group = parquet.metadata.row_group(number)
+            chunks = [group.column(i) for i in range(group.num_columns)]
+            for chunk in (chunk for chunk in chunks if chunk.path_in_schema == column):
+                left = chunk.total_compressed_size
+                file.seek(chunk.dictionary_page_offset or chunk.data_page_offset)
+                while left > 0 and (block := file.read(min(left, _BATCH_BYTES))):
+                    left -= len(block)
+                    yield block
+
+
 def arrow_rows(span: Span, column: str, reading: Reading) -> Iterator[tuple[int, str]]:
     """(number of the record batch times 2**32, plus that of the row in it; its text)."""
+    with _opened(span.path, _open_arrow) as table:
+        yield from _column_rows(_arrow_batches(table, span), column, span, None, reading)
+
+
+def _arrow_batches(table: Any, span: Span) -> Iterator[tuple[int, Any]]:
+    if isinstance(table, _arrow(span.path).ipc.RecordBatchFileReader):
+        return ((i << 32, table.get_batch(i)) for i in range(span.begin, span.end))
+    return ((i << 32, batch) for i, batch in enumerate(table))
+
+
+def arrow_content(span: Span, column: str) -> Iterator[Any]:
+    """The column's buffers, as they lie in the file."""
     arrow = _arrow(span.path)
     with _opened(span.path, _open_arrow) as table:
-        if isinstance(table, arrow.ipc.RecordBatchFileReader):
-            batches = ((i << 32, table.get_batch(i)) for i in range(span.begin, span.end))
-        else:
-            batches = ((i << 32, batch) for i, batch in enumerate(table))
-        yield from _column_rows(batches, column, span, None, reading)
+        try:
+            for number, batch in _arrow_batches(table, span):
+                values = batch.column(batch.schema.get_field_index(column))
+                yield f"{number} {len(values)}".encode()
+                dictionary = values.dictionary.buffers() if arrow.types.is_dictionary(values.type) else []
+                yield from (buffer for buffer in [*values.buffers(), *dictionary] if buffer is not None)
+        except arrow.ArrowException as error:
+            raise _damaged(span, "", error) from None
 
 
 def _column_rows(
@@ -148,9 +180,12 @@ def _column_rows(
                 if num_rows:
                     reading.read = before + span.weight * min(1.0, num_read / num_rows)
     except arrow.ArrowException as error:
-        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        where = f"{span.path}: after row {row}"
-        raise DataError(f"the {_flavour(span.path)} file is damaged", where=where, why=first_line) from None
+        raise _damaged(span, f": after row {row}", error) from None
+
+
+def _damaged(span: Span, where: str, error: Exception) -> DataError:
+    first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return DataError(f"the {_flavour(span.path)} file is damaged", where=f"{span.path}{where}", why=first_line)
 
 
 def _texts(values: Any) -> list[str | None]:

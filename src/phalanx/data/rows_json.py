@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import io
 import json
@@ -62,7 +63,7 @@ def _text_of(line: bytes, column: str, where: Callable[[], str]) -> str | None:
     if line.isspace():
         return None
     try:
-        row = json.loads(line.decode("utf-8", "surrogateescape"))
+        row = json.loads(line.removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogateescape"))
     except (ValueError, RecursionError) as error:
         raise DataError("not JSON", where=where(), why=str(error), fix="one JSON object per line") from None
     if not isinstance(row, dict):

@@ -9,13 +9,13 @@ from __future__ import annotations
 import glob
 import os
 import stat
-import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from phalanx.core.errors import DataError, did_you_mean
+from phalanx.core.errors import DataError
+from phalanx.data.listing import list_files
 
 Format = Literal["text", "jsonl", "jsonl.gz", "jsonl.zst", "parquet", "arrow"]
 
@@ -31,10 +31,8 @@ _ENDINGS: dict[str, Format] = {
     ".arrow": "arrow",
     ".feather": "arrow",
 }
-_DATASET = "dataset.json"
 _SNIFF_BYTES = 8192
 _NPY = "; token ids need no building: data.source takes the .npy itself"
-_NOT_LIBRARY_SOURCE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 
 
 @dataclass(frozen=True)
@@ -45,16 +43,19 @@ class SourceFile:
     path: str
     num_bytes: int
     modified_ns: int
+    changed_ns: int  # when its content may have changed last, a modification time that was set back notwithstanding
     format: Format
 
 
 @dataclass(frozen=True)
 class Found:
-    """The files of one input in order of name, and how many binary files were left out."""
+    """The files of one input in order of name, and what was left out."""
 
     source: str
     files: tuple[SourceFile, ...]
-    num_skipped: int
+    num_skipped: int  # binary files
+    num_skipped_folders: int = 0  # datasets
+    num_repeated: int = 0  # files that the input names again, or an input before it
 
 
 def format_of(name: str) -> Format:
@@ -63,10 +64,14 @@ def format_of(name: str) -> Format:
     return next((kind for ending, kind in _ENDINGS.items() if lowered.endswith(ending)), "text")
 
 
-def find_files(sources: Sequence[str], named: str = "data.source") -> list[Found]:
-    """The files of each input. Raises DataError for one where there is nothing to read, as a value of `named`."""
+def find_files(sources: Sequence[str], named: str = "data.source", out: Path | None = None) -> list[Found]:
+    """The files of each input, each file once. Datasets in an input are left out, and so is the folder `out`.
+
+    Raises DataError for an input where there is nothing to read, as a value of `named`.
+    """
+    real = _RealPaths()
     try:
-        found = [_find(source, f"{number}/" if number else "") for number, source in enumerate(sources)]
+        found = [_find(source, f"{number}/" if number else "", out, real) for number, source in enumerate(sources)]
         if not any(file.num_bytes for one in found for file in one.files):
             raise DataError("there is no text in it", where=", ".join(sources), why="every file is empty")
     except DataError as error:
@@ -75,71 +80,56 @@ def find_files(sources: Sequence[str], named: str = "data.source") -> list[Found
     return found
 
 
-def _find(source: str, prefix: str) -> Found:
+class _RealPaths:
+    """Which files were seen, whatever way led to them."""
+
+    def __init__(self) -> None:
+        self._folders: dict[str, str] = {}
+        self._seen: set[str] = set()
+
+    def is_new(self, path: Path) -> bool:
+        real = self._of(path)
+        is_new = real not in self._seen
+        self._seen.add(real)
+        return is_new
+
+    def _of(self, path: Path) -> str:
+        if path.is_symlink():
+            return os.path.realpath(path)
+        folder, name = os.path.split(path)
+        if folder not in self._folders:  # a folder's once, for all of its files
+            self._folders[folder] = os.path.realpath(folder)
+        return os.path.join(self._folders[folder], name)
+
+
+def _find(source: str, prefix: str, out: Path | None, real: _RealPaths) -> Found:
     """`prefix` keeps documents apart that have the same name in several inputs."""
     try:
-        root, names = _list_files(source)
+        listed = list_files(source, out)
     except OSError as error:
         raise _unreadable(error, error.filename or source) from None
-    if (root / _DATASET).is_file() and _DATASET in names:
-        raise DataError("it is a dataset already", where=source, fix=f"train on it: data.source={source}")
     files: list[SourceFile] = []
-    num_skipped = 0
-    for name in names:
+    num_skipped = num_repeated = 0
+    for name in listed.names:
         kind = format_of(name)
-        path = root / name
+        path = listed.root / name
         try:
             status = path.stat()
         except OSError as error:
             raise _unreadable(error, path) from None
         if not stat.S_ISREG(status.st_mode):
             raise DataError("not a regular file", where=str(path))
-        if kind == "text" and _is_binary(path):
+        if not real.is_new(path):
+            num_repeated += 1
+        elif kind == "text" and _is_binary(path):
             num_skipped += 1
         else:
             text_name = prefix + _printable(name)
-            files.append(SourceFile(text_name, os.path.abspath(path), status.st_size, status.st_mtime_ns, kind))
-    if not files:
-        raise _nothing_found(source, num_skipped)
-    return Found(_printable(source), tuple(files), num_skipped)
-
-
-def _list_files(source: str) -> tuple[Path, list[str]]:
-    """The folder that names are relative to, and the sorted names of the regular files of `source`."""
-    if source == "stdlib":
-        root = Path(sysconfig.get_paths()["stdlib"])
-        return root, [name for name in _walk(root, _NOT_LIBRARY_SOURCE) if name.endswith(".py")]
-    path = _path(source)
-    if source and path.is_dir():
-        return path, _walk(path, frozenset())
-    if source and path.exists():
-        return path.parent, [path.name]
-    if glob.has_magic(source) and "://" not in source:
-        root, pattern = _split_pattern(path)
-        matches = glob.glob(pattern, root_dir=root, recursive=True)
-        return root, sorted({Path(match).as_posix() for match in matches if (root / match).is_file()})
-    raise _missing(source)
-
-
-def _walk(root: Path, ignored_folders: frozenset[str]) -> list[str]:
-    """Relative names of the regular, non-hidden files below `root`, sorted. Linked folders are not followed."""
-
-    def stop(error: OSError) -> None:
-        raise error
-
-    names: list[str] = []
-    for folder, subfolders, files in os.walk(root, onerror=stop):
-        subfolders[:] = [name for name in subfolders if name not in ignored_folders and not name.startswith(".")]
-        paths = [Path(folder, name) for name in files if not name.startswith(".")]
-        names += [path.relative_to(root).as_posix() for path in paths if path.is_file()]
-    return sorted(names)
-
-
-def _split_pattern(pattern: Path) -> tuple[Path, str]:
-    """'texts/2024/*/a*.txt' -> ('texts/2024', '*/a*.txt'): documents are named from the first wildcard on."""
-    parts = pattern.parts
-    first = next(position for position, part in enumerate(parts) if glob.has_magic(part))
-    return Path(*parts[:first]), str(Path(*parts[first:]))
+            times = status.st_mtime_ns, max(status.st_mtime_ns, status.st_ctime_ns)
+            files.append(SourceFile(text_name, os.path.abspath(path), status.st_size, *times, kind))
+    if not files and not num_repeated:
+        raise _nothing_found(source, num_skipped, listed.num_datasets)
+    return Found(_printable(source), tuple(files), num_skipped, listed.num_datasets, num_repeated)
 
 
 def _is_binary(path: Path) -> bool:
@@ -160,7 +150,10 @@ def _unreadable(error: OSError, path: str | Path) -> DataError:
     return DataError("cannot be read", where=str(path), why=error.strerror or str(error))
 
 
-def _nothing_found(source: str, num_skipped: int) -> DataError:
+def _nothing_found(source: str, num_skipped: int, num_datasets: int) -> DataError:
+    if num_datasets and not num_skipped:
+        why = "a dataset or a run is" if num_datasets == 1 else f"{num_datasets} datasets or runs are"
+        return DataError("there is no text in it", where=str(source), why=f"{why} all that is there")
     if num_skipped:
         count = "the file is" if num_skipped == 1 else f"all {num_skipped} files are"
         return DataError(
@@ -172,26 +165,3 @@ def _nothing_found(source: str, num_skipped: int) -> DataError:
     if glob.has_magic(source):
         return DataError("no file matches the pattern", where=str(source), fix='"**" matches folders at any depth')
     return DataError("there is no file in it", where=str(source), why="hidden files do not count")
-
-
-def _missing(source: str) -> DataError:
-    if "://" in source:
-        fix = "only files of this machine are read: copy it here first"
-    else:
-        fix = _near_name(source) or 'give a file, a folder, a pattern, or "stdlib"'
-    return DataError("no such file or folder", where=str(source), fix=fix)
-
-
-def _near_name(source: str) -> str:
-    """'did you mean "x"?' for a name that exists beside the first missing part of `source`, or nothing."""
-    path = _path(source)
-    missing = next((part for part in [*reversed(path.parents), path] if not os.path.exists(part)), path)
-    try:
-        known = os.listdir(missing.parent)
-    except OSError:
-        known = []
-    return did_you_mean(missing.name, [*known, "stdlib"] if os.sep not in source else known)
-
-
-def _path(source: str) -> Path:
-    return Path(os.path.expanduser(source))

@@ -24,7 +24,10 @@ _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]"
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back. Ids are in [0, vocab_size); encoding adds no special token."""
+    """Text to ids and back. Ids are in [0, vocab_size); encoding adds no special token.
+
+    Text that spells a special token is text: its letters get tokens, as far as the tokenizer can tell the two apart.
+    """
 
     kind: Kind
     digest: str
@@ -122,9 +125,17 @@ def load_tokenizer(name: str) -> Tokenizer:
     tokenizer.no_truncation()  # both may be saved in the file, and would cut or fill documents
     tokenizer.no_padding()
     end = next((token for token in _end_names(path) if tokenizer.token_to_id(token) is not None), None)
-    return HuggingFaceTokenizer(
-        tokenizer, digest(json.loads(content)), None if end is None else tokenizer.token_to_id(end)
-    )
+    end_id = None if end is None else tokenizer.token_to_id(end)
+    _take_spelling_as_text(tokenizers, tokenizer, end_id)
+    return HuggingFaceTokenizer(tokenizer, digest(json.loads(content)), end_id)
+
+
+def _take_spelling_as_text(library: Any, tokenizer: Any, end_of_document: int | None) -> None:
+    """A corpus may write about "<|endoftext|>" and not end there. The end is special whatever the file says."""
+    tokenizer.encode_special_tokens = True
+    added = tokenizer.get_added_tokens_decoder().get(end_of_document)
+    if added is not None and not added.special:
+        tokenizer.add_special_tokens([library.AddedToken(added.content, special=True)])
 
 
 def tokenizer_path(name: str) -> Path:

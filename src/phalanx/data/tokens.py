@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ Uint64s = NDArray[np.uint64]
 
 Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = ("train", "held_out")
-SplitBy = Literal["document", "position"]
+SplitBy = Literal["document", "few_documents", "position"]
 
 
 class TokenArray(Protocol):
@@ -166,22 +166,74 @@ class Splits:
         return self.train if split == "train" else self.held_out
 
 
-def choose_split(arrays: Sequence[TokenArray], fraction: float, seq_len: int) -> SplitBy:
-    """By document; by position where there is only one, or where a side would be left without a sequence."""
-    if fraction == 0 or sum(len(array.keys) for array in arrays) < 2:
-        return "position"
-    held_out = sum(_num_held_out(array, fraction) for array in arrays)
-    num_train = sum(len(array.tokens) for array in arrays) - held_out
-    return "document" if held_out >= 2 and num_train >= seq_len + 1 else "position"
+class SplitChoice(NamedTuple):
+    """How a source is split; `keys` are the documents held out of few."""
+
+    by: SplitBy
+    keys: tuple[int, ...] = ()
 
 
-def split_tokens(arrays: Sequence[TokenArray], fraction: float, split_by: SplitBy) -> Splits:
+MOST_OF_FEW = 0.5  # of all tokens may be held out by "few_documents", unless the fraction is larger
+
+
+def choose_split(arrays: Sequence[TokenArray], fraction: float, seq_len: int) -> SplitChoice:
+    """How to leave each side at least one sequence of seq_len + 1 tokens.
+
+    By document where the fraction does; else the documents of the smallest keys, as few as hold a sequence; by position
+    where no choice of whole documents does.
+    """
+    if fraction == 0:
+        return SplitChoice("position")
+    needed, total = seq_len + 1, sum(len(array.tokens) for array in arrays)
+    num_held_out = sum(_num_held_out(array, fraction) for array in arrays)
+    if min(num_held_out, total - num_held_out) >= needed:
+        return SplitChoice("document")
+    keys = _few_documents(arrays, fraction, needed) if total >= 2 * needed else ()
+    return SplitChoice("few_documents", keys) if keys else SplitChoice("position")
+
+
+def _few_documents(arrays: Sequence[TokenArray], fraction: float, needed: int) -> tuple[int, ...]:
+    """Documents to hold out, by ascending key, so that each side has `needed` tokens; none if that cannot be.
+
+    Those that would take more than `fraction` of the tokens are passed over; if nothing is left, those that would take
+    more than twice that, and so on: of a long document and a short one, the short one is held out whatever their keys.
+    """
+    keys, number_of = np.unique(np.concatenate([array.keys for array in arrays]), return_inverse=True)
+    lengths = np.concatenate([np.diff(np.asarray(array.ends).astype(np.int64), prepend=0) for array in arrays])
+    sizes = np.bincount(number_of.ravel(), lengths, len(keys)).astype(np.int64)  # a document may lie in several shards
+    total, limit = int(sizes.sum()), max(fraction, MOST_OF_FEW)
+    part = max(fraction, needed / total)
+    while True:
+        chosen = _smallest_keys(keys.tolist(), sizes.tolist(), needed, most=min(int(part * total), total - needed))
+        if chosen or part >= limit:
+            return chosen
+        part = min(2 * part, limit)
+
+
+def _smallest_keys(keys: Sequence[int], sizes: Sequence[int], needed: int, most: int) -> tuple[int, ...]:
+    """The first documents that have `needed` tokens together, without those that would make it more than `most`."""
+    chosen: list[int] = []
+    num_held_out = 0
+    for key, size in zip(keys, sizes, strict=True):
+        if num_held_out >= needed:
+            break
+        if size > 0 and num_held_out + size <= most:
+            chosen.append(key)
+            num_held_out += size
+    return tuple(chosen) if num_held_out >= needed else ()
+
+
+def split_tokens(arrays: Sequence[TokenArray], fraction: float, split_by: SplitBy, keys: Sequence[int] = ()) -> Splits:
     """Hold out the documents whose key, as a part of 2**64, lies below `fraction`: wherever they lie, whatever else is.
 
-    By position, the last part of the last arrays.
+    Of few documents, those of `keys`. By position, the last part of the last arrays.
     """
-    if split_by == "document":
-        held_out = [held_out_documents(array.keys, fraction) for array in arrays]
+    if split_by != "position":
+        chosen = np.array(keys, np.uint64)
+        held_out = [
+            held_out_documents(array.keys, fraction) if split_by == "document" else np.isin(array.keys, chosen)
+            for array in arrays
+        ]
         return Splits(_select(arrays, [~mask for mask in held_out]), _select(arrays, held_out))
     total = sum(len(array.tokens) for array in arrays)
     num_held_out = min(total, max(2, math.ceil(total * fraction))) if fraction else 0  # one token is never a target

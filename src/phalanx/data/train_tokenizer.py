@@ -22,6 +22,8 @@ from phalanx.data.tokenizer import TOKENIZER_FILE
 
 END = "<|endoftext|>"
 LEAST_VOCAB_SIZE = 257  # every byte, and the end of a document
+MOST_VOCAB_SIZE = 1 << 22  # memory for all of it is taken at once
+_SAMPLE_CHARS = 1 << 18
 _TICK_S = 0.1
 
 
@@ -64,6 +66,8 @@ def train_tokenizer(
         raise UsageError(
             f"a vocabulary of {vocab_size} is too small", fix=f"at least {LEAST_VOCAB_SIZE}: the bytes, and one more"
         )
+    if vocab_size > MOST_VOCAB_SIZE:
+        raise UsageError(f"a vocabulary of {vocab_size:,} is too large", fix=f"at most {MOST_VOCAB_SIZE:,}")
     path = out if out.suffix == ".json" else out / TOKENIZER_FILE
     if path.exists():
         raise DataError("a tokenizer is there already", where=str(path), fix="give another --out, or remove it")
@@ -77,7 +81,7 @@ def train_tokenizer(
         path.parent.mkdir(parents=True, exist_ok=True)
         write_bytes_atomic(path, tokenizer.to_str(pretty=True).encode())
     except OSError as error:
-        raise resource_error(error, "writing the tokenizer", path) from None
+        raise resource_error(error, "writing the tokenizer", path, place="--out") from None
     return TrainedTokenizer(
         path=path,
         vocab_size=tokenizer.get_vocab_size(),
@@ -131,8 +135,8 @@ class _Corpus:
                     continue
                 if piece.text:
                     self.text_bytes += piece.num_bytes
-                    self.last = str(piece.text)
-                    yield self.last
+                    self.last = str(piece.text)[:_SAMPLE_CHARS]
+                    yield str(piece.text)
         self.is_read = True
 
 

@@ -27,6 +27,7 @@ from phalanx.data.tokens import Split
 
 Arrays = dict[str, NDArray[Any]]
 
+LOOKED_AT = 16  # samples that are compared between processes
 _NUMBERS = "biufc"  # numpy's kinds of types that a tensor can have
 
 
@@ -38,7 +39,7 @@ class UserFacts:
     args: dict[str, Any] = field(default_factory=dict)
     num_train: int = 0
     num_held_out: int = 0
-    first_sample: str = ""  # digest of sample 0 of a run with seed 0
+    some_samples: str = ""  # see digest_of_some
 
 
 def open_user_dataset(source: str, args: Mapping[str, Any], split: Split) -> Any:
@@ -160,6 +161,16 @@ def _seed_all(seed: int) -> None:
     np.random.seed(seed % 2**32)
     if (torch := sys.modules.get("torch")) is not None:
         torch.default_generator.manual_seed(seed % 2**63)
+
+
+def digest_of_some(dataset: Any, source: str) -> str:
+    """Digest of up to LOOKED_AT samples at places that a key chose, one by one: they need not have the same shape.
+
+    Several, because processes that shuffle for themselves may agree on one of them by chance.
+    """
+    samples = UserSamples(dataset, source, seed=0)
+    found = [digest_of(samples.take(np.array([number]))) for number in range(min(LOOKED_AT, len(dataset)))]
+    return xxhash.xxh3_64_hexdigest(" ".join(found).encode())
 
 
 def digest_of(arrays: Arrays) -> str:

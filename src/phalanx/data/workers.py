@@ -12,13 +12,12 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +26,7 @@ import phalanx
 from phalanx.core.errors import DataError
 from phalanx.data.user_dataset import UserFacts
 from phalanx.data.worker import Arrays, Message, error_of, receive, send, unpack
+from phalanx.data.worker_log import WorkerLog
 from phalanx.observe.events import Event, LoaderWorkerReplaced
 
 STEPS_AHEAD = 2  # of each worker
@@ -38,17 +38,20 @@ _CLOSE_S = 2.0
 
 @dataclass
 class _Worker:
-    """One process, the connection to it, what it says on standard error, and the steps it owes us, oldest first."""
+    """One process, the connection to it, what it prints, and the steps it owes us, oldest first."""
 
     process: subprocess.Popen[bytes]
     link: socket.socket
-    log: IO[bytes]
+    log: WorkerLog
     owed: deque[int] = field(default_factory=deque)
     heard_s: float = field(default_factory=lambda: time.monotonic() + START_S)
 
 
 class WorkerPool:
-    """Steps built by `num_workers` processes from a SampleSpec; `indices_of(step)` are the samples of a step."""
+    """Steps built by `num_workers` processes from a SampleSpec; `indices_of(step)` are the samples of a step.
+
+    Worker w prints to the file `logs` followed by "-worker-w.log"; without `logs`, in the end to our standard error.
+    """
 
     def __init__(
         self,
@@ -58,7 +61,9 @@ class WorkerPool:
         indices_of: Callable[[int], NDArray[np.int64]],
         timeout_s: float,
         emit: Callable[[Event], None],
+        logs: Path | None = None,
     ) -> None:
+        self._logs = logs
         self._spec, self._num_workers, self._timeout_s = spec, num_workers, timeout_s
         self._indices_of, self._emit = indices_of, emit
         self._workers: list[_Worker] = []
@@ -73,7 +78,7 @@ class WorkerPool:
         """
         if not (self._workers and step in self._asked()):
             self.close()
-            self._workers = [self._start() for _ in range(self._num_workers)]
+            self._workers = [self._start(number) for number in range(self._num_workers)]
             self._next_step = step
         while self._next_step < step + STEPS_AHEAD * self._num_workers:
             self._ask(self._next_step)
@@ -137,8 +142,9 @@ class WorkerPool:
     def _replace(self, number: int, *, is_silent: bool = False) -> None:
         """Kill what is left of a worker and give its steps to a new one."""
         worker = self._workers[number]
-        ended, last_words = _stop(worker, at_once=is_silent)
-        why = f"silent for {self._timeout_s:g} s" if is_silent else ended
+        ended, last_words = _stop(worker, at_once=is_silent, aloud=True)
+        ended = f"silent for {self._timeout_s:g} s" if is_silent else ended
+        why = f"worker {number} {ended}" + (f"; it said last: {last_words}" if last_words else "")
         step = worker.owed[0]
         self._replacements[step] = self._replacements.get(step, 0) + 1
         self._emit(LoaderWorkerReplaced(step, why))
@@ -148,41 +154,43 @@ class WorkerPool:
             raise DataError(
                 f"workers end at step {step} again and again",
                 where=f"loader worker {number} of {self._num_workers}",
-                why="; ".join(part for part in (why, last_words) if part),
+                why=why.removeprefix(f"worker {number} ")
+                + (f"; all of it: {worker.log.path}" if worker.log.path else ""),
                 fix="see it happen in the rank with data.workers=0; if it is only slow, raise data.worker_timeout_s",
             )
-        fresh = self._workers[number] = self._start()
+        fresh = self._workers[number] = self._start(number)
         for owed in worker.owed:
             fresh.owed.append(owed)
             with contextlib.suppress(OSError):  # noticed when its answer is missed
                 self._send_step(fresh, owed)
 
-    def _start(self) -> _Worker:
-        worker = _spawn()
+    def _start(self, number: int) -> _Worker:
+        path = self._logs and self._logs.with_name(f"{self._logs.name}-worker-{number}.log")
+        worker = _spawn(WorkerLog(f"loader worker {number}", path))
         with contextlib.suppress(OSError):
             send(worker.link, {"open": self._spec, "sys_path": sys.path})
         return worker
 
 
-def _spawn() -> _Worker:
+def _spawn(log: WorkerLog) -> _Worker:
     ours, theirs = socket.socketpair()
-    log = tempfile.TemporaryFile()
     root = str(Path(phalanx.__file__).resolve().parents[1])
     python_path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     with theirs:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "phalanx.data.worker", str(theirs.fileno()), str(os.getpid())],
             stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
+            stdout=log.file,
+            stderr=log.file,
             pass_fds=[theirs.fileno()],
-            env=os.environ | {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"},
+            # Unbuffered: what a user's code prints must be there when it is killed.
+            env=os.environ | {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
         )
     return _Worker(process, ours, log)
 
 
-def _stop(worker: _Worker, *, at_once: bool = False) -> tuple[str, str]:
-    """End a worker. Returns how it ended, and the last line it wrote."""
+def _stop(worker: _Worker, *, at_once: bool = False, aloud: bool = False) -> tuple[str, str]:
+    """End a worker. Returns how it ended, and the last line it wrote; with `aloud`, all of it is said here, too."""
     worker.link.close()
     if not at_once:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -190,19 +198,7 @@ def _stop(worker: _Worker, *, at_once: bool = False) -> tuple[str, str]:
     worker.process.kill()  # nothing, if it has ended
     code = worker.process.wait()
     why = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return why, _pass_on(worker.log)
-
-
-def _pass_on(log: IO[bytes]) -> str:
-    """Copy what a worker wrote to our own standard error; the last line of it."""
-    with log:
-        log.seek(0)
-        text = log.read().decode(errors="replace")
-    if text:
-        sys.stderr.write(text)
-        sys.stderr.flush()
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else ""
+    return why, worker.log.close(aloud=aloud)
 
 
 def probe_user_dataset(source: str, args: Mapping[str, Any]) -> UserFacts:
@@ -210,7 +206,7 @@ def probe_user_dataset(source: str, args: Mapping[str, Any]) -> UserFacts:
 
     Raises what opening raises: LayoutError for a name that does not exist, DataError for a dataset that cannot be used.
     """
-    worker = _spawn()
+    worker = _spawn(WorkerLog("data.source", None))
     worker.link.settimeout(PROBE_TIMEOUT_S)
     try:
         send(worker.link, {"probe": {"source": source, "args": dict(args)}, "sys_path": sys.path})

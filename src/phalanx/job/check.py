@@ -6,6 +6,7 @@ A check says which keys it reads. It runs when the user gave one of them, and no
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
@@ -217,6 +218,51 @@ def evaluations_have_tokens(job: Job) -> list[Finding]:
     wishes = {"every_steps": job.eval.every_steps is not None, "keep_best": job.eval.keep_best}
     what = "needs an evaluation, and eval.tokens is 0: there is none"
     return [_finding(f"eval.{key}", what, "set eval.tokens") for key, wish in wishes.items() if wish]
+
+
+@check("eval.metric", "eval.mode", "model.objective", asked_by=("eval.metric", "eval.mode"))
+def metrics_are_the_objectives(job: Job) -> list[Finding]:
+    metric, mode, own = job.eval.metric, job.eval.mode, job.model.objective
+    if metric == "loss":
+        return [_finding("eval.mode", "the best loss is the lowest", 'mode = "min"')] if mode == "max" else []
+    if own is None:
+        what = f'the objective of phalanx has the loss and nothing named "{metric}"'
+        return [_finding("eval.metric", what, "set model.objective to one of yours that has metrics")]
+    if mode is None:
+        what = f"nothing says whether a high or a low {metric} is better"
+        return [_finding("eval.mode", what, 'set eval.mode to "max" or "min"')]
+    return []
+
+
+# Checkpoints
+
+
+@check("checkpoint.url")
+def checkpoints_have_an_address(job: Job) -> list[Finding]:
+    url = job.checkpoint.url
+    if url is None or re.fullmatch(r"[a-z][a-z0-9+.-]*://.+", url):
+        return []
+    what = f"{url!r} is not a URL"
+    return [_finding("checkpoint.url", what, "as s3://bucket/run-7; without it checkpoints are in the run's directory")]
+
+
+@check("checkpoint.every", "checkpoint.mtbf_hours")
+def auto_interval_needs_failures(job: Job) -> list[Finding]:
+    kept = job.checkpoint
+    if kept.every == "auto" and kept.mtbf_hours is None:
+        what = '"auto" weighs what a save costs against how often the job fails, and nothing says how often'
+        return [_finding("checkpoint.every", what, "set checkpoint.mtbf_hours, or every_minutes instead")]
+    if kept.every is None and kept.mtbf_hours is not None:
+        return [_finding("checkpoint.mtbf_hours", 'is for checkpoint.every = "auto"', 'set every = "auto" as well')]
+    return []
+
+
+@check("checkpoint.keep_last", "checkpoint.keep_every")
+def keeping_some_removes_others(job: Job) -> list[Finding]:
+    if job.checkpoint.keep_every is None or job.checkpoint.keep_last is not None:
+        return []
+    what = "keeps some of what is removed, and without keep_last nothing is"
+    return [_finding("checkpoint.keep_every", what, "set checkpoint.keep_last")]
 
 
 # Names from folders

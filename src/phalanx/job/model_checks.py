@@ -156,6 +156,12 @@ def experts_are_complete(job: Job) -> list[Finding]:
     return findings
 
 
+def cast_needs_weights(job: Job) -> list[Finding]:
+    if not job.model.init_cast or job.model.init_from is not None:
+        return []
+    return [_finding("init_cast", "there are no weights to cast", "set model.init_from, or remove it")]
+
+
 _COMPANIONS = ("model.kind", "model.preset")
 _WHAT_TURNS_ON = {
     **dict.fromkeys(("max_positions", "rope_theta", "rope_scaling"), ("model.positions",)),
@@ -174,6 +180,7 @@ QUESTIONS: list[tuple[Question, tuple[str, ...]]] = [
         (functools.partial(key_is_read, key), (f"model.{key}", *_WHAT_TURNS_ON.get(key, ()), *_COMPANIONS))
         for key in ("preset", *SHAPE_KEYS)
     ),
+    (cast_needs_weights, ("model.init_cast", "model.init_from")),
     (scaling_is_complete, (*_SCALING, *_COMPANIONS)),
     (heads_divide_dim, (*_WIDTHS, "model.head_dim", "model.positions", *_COMPANIONS)),
     (kv_heads_divide_heads, ("model.num_heads", "model.num_kv_heads", *_COMPANIONS)),

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from phalanx.job.schema import Data
 
 
 def is_own_dataset(source: str) -> bool:
@@ -10,3 +14,10 @@ def is_own_dataset(source: str) -> bool:
     module, colon, attribute = source.partition(":")
     names = (*module.split("."), *attribute.split("."))
     return bool(colon) and all(name.isidentifier() for name in names) and not os.path.exists(source)
+
+
+def num_workers(data: Data) -> int:
+    """Processes of each rank that read ahead. Tokens need none: a thread does. A user's code cannot run beside ours."""
+    if data.workers is not None:
+        return data.workers
+    return 1 if is_own_dataset(data.source) and not data.mixture else 0

@@ -51,6 +51,11 @@ class Model(Section):
     """Keyword arguments of your factory (kind = "package.module:factory")."""
     objective: str | None = None
     """package.module:function for your own objective(outputs, batch) -> (loss_sum, num_targets)."""
+    init_from: Text | None = None
+    """Start from these weights: a run, a checkpoint, or what `phalanx checkpoint import` wrote; a path or a URL. The
+    optimizer begins anew. A run that continues does not read it."""
+    init_cast: bool = False
+    """Round weights of init_from that have another floating-point type; without it that is exit 5."""
     num_layers: Positive | None = None
     """Number of blocks."""
     dim: Positive | None = None
@@ -159,8 +164,9 @@ class Data(Section):
     """Tokens of one sequence."""
     document_masks: bool = False
     """Keep the documents that are packed into one sequence from seeing each other; positions restart with each."""
-    workers: Count = 0
-    """Processes that read ahead; 0: a thread of the rank."""
+    workers: Count | None = None
+    """Processes of each rank that read ahead. With 0 a thread does, for tokens; your own dataset is then read in the
+    step. Default: 1 for your own dataset, else 0."""
     worker_timeout_s: PositiveFloat = 60.0
     """A worker that is silent for this long is replaced."""
     held_out_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
@@ -195,6 +201,10 @@ class Eval(Section):
     """Evaluate each time this many steps are done, besides the end."""
     keep_best: bool = False
     """Save whenever an evaluation is the best so far, and name that checkpoint in RUN/best.json."""
+    metric: Text = "loss"
+    """What evaluations are compared by: "loss", or the name of a metric of your own objective."""
+    mode: Literal["min", "max"] | None = None
+    """Whether the lowest or the highest value of eval.metric is the best; must be said of a metric of your own."""
 
 
 class Optim(Section):
@@ -256,16 +266,38 @@ class Precision(Section):
 
 
 class Checkpoint(Section):
-    """When the state is saved."""
+    """When the state is saved, and which checkpoints stay. Of several intervals the first that is due counts."""
 
     every_steps: Positive | None = None
     """Save each time this many steps are done."""
     every_minutes: PositiveFloat | None = None
     """Save each time this many minutes have passed (rank 0's clock decides for all)."""
+    every: Literal["auto"] | None = None
+    """auto: save as often as costs the least time, by what a save is measured to cost and mtbf_hours (Young/Daly)."""
+    mtbf_hours: PositiveFloat | None = None
+    """Hours between two failures of the whole job, on average (for every = "auto")."""
     at_end: bool = True
     """Save after the last step."""
+    asynchronous: bool = True
+    """Training goes on while a copy of the state in host memory is written. The saves at the end and at a stop are
+    waited for, and need no copy."""
+    keep_last: Positive | None = None
+    """Remove all but the last so many checkpoints, in the background, once a newer one has been verified; the best one
+    stays. Without it nothing is removed."""
+    keep_every: Positive | None = None
+    """Besides those of keep_last, keep the checkpoints of steps that are multiples of this."""
+    url: str | None = None
+    """Where checkpoints are kept, if not in the run's own directory: any URL of fsspec, as s3://bucket/run-7. Credentials
+    come from the environment, never from the job."""
+    incremental: bool = True
+    """Blocks that are as in the last checkpoint are linked to it (or copied by the store), not written again."""
     fallback: bool = False
     """Continue from the newest checkpoint that verifies, if newer ones are damaged; without it that is exit 5."""
+
+    @property
+    def has_interval(self) -> bool:
+        """True where the state is saved on the way, and not at the end alone."""
+        return self.every_steps is not None or self.every_minutes is not None or self.every is not None
 
 
 class Resilience(Section):

@@ -43,7 +43,7 @@ def clear_black_boxes(run_dir: Path) -> None:
 def blank_out_logs(run_dir: Path, environ: Mapping[str, str]) -> None:
     """Overwrite secrets of `environ` in the logs of processes that have ended: C code and child processes print too."""
     secrets = {secret for group in secret_values(environ).values() for secret in group}
-    for path in (run_dir / "logs").glob("*.log") if secrets else ():
+    for path in (run_dir / "logs").glob("*.log"):
         try:
             blank_out(path, secrets)
         except OSError:  # a log that is gone or cannot be written holds nothing that could be mended here

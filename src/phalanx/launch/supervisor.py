@@ -38,6 +38,8 @@ class LaunchSpec:
     num_ranks: int
     run_dir: Path
     preload: tuple[str, ...]
+    payload_of_attempt: Callable[[], dict[str, Any]] = dict
+    """What the payload of each attempt holds besides, asked for right before its ranks start."""
     max_restarts: int = 3
     restart_window_s: float = 3600.0
     grace_s: float = 25.0
@@ -143,7 +145,7 @@ class _Supervisor:
             self._say,
             on_started,
         )
-        return watch.run(self._spec.entry, self._spec.payload)
+        return watch.run(self._spec.entry, self._spec.payload | self._spec.payload_of_attempt())
 
     def _prepare(self, server: ServerProcess, end: AttemptEnd) -> AttemptEnd | None:
         """Have the server import what it must; None when it is ready, otherwise how the attempt ended."""

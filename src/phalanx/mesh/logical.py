@@ -15,11 +15,17 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.
 
 @dataclass(frozen=True)
 class Box:
-    """A block of a tensor: where it stands in the full tensor, where in the local one, and its size per dimension."""
+    """A block of a tensor: where it stands in the full tensor, where in the local one, and its size per dimension.
+
+    `replica` of `num_replicas`: several ranks that are no replicas of each other hold this block alike, while other
+    blocks are their own (keys and values in a fused QKV, where there are more ranks than KV heads).
+    """
 
     global_offset: tuple[int, ...]
     local_offset: tuple[int, ...]
     size: tuple[int, ...]
+    replica: int = 0
+    num_replicas: int = 1
 
 
 @dataclass(frozen=True)

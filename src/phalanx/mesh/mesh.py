@@ -8,7 +8,7 @@ import json
 import os
 import socket
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,13 +30,17 @@ def running_ranks() -> int:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks of a layout as seen from one of them. `device_mesh` is None when there is only one rank."""
+    """The ranks of a layout as seen from one of them. `device_mesh` is None when there is only one rank.
+
+    `group`: what its collectives go through; None is the group of training.
+    """
 
     layout: Layout
     rank: int
     local_rank: int
     device: torch.device
     device_mesh: DeviceMesh | None = field(default=None, repr=False)
+    group: dist.ProcessGroup | None = field(default=None, repr=False)
 
     @property
     def world_size(self) -> int:
@@ -58,7 +62,7 @@ class Mesh:
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor` over all ranks, in place."""
         if self.device_mesh is not None:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def barrier(self) -> None:
@@ -71,13 +75,22 @@ class Mesh:
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
         size = torch.tensor([data.numel()], device=self.device)
         sizes = [torch.zeros_like(size) for _ in range(self.world_size)]
-        dist.all_gather(sizes, size)
+        dist.all_gather(sizes, size, group=self.group)
         longest = max(int(s) for s in sizes)
         padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
         padded[: data.numel()] = data
         gathered = [torch.zeros_like(padded) for _ in range(self.world_size)]
-        dist.all_gather(gathered, padded)
-        return [json.loads(bytes(g[: int(s)].tolist())) for g, s in zip(gathered, sizes, strict=True)]
+        dist.all_gather(gathered, padded, group=self.group)
+        return [json.loads(g[: int(s)].cpu().numpy().tobytes()) for g, s in zip(gathered, sizes, strict=True)]
+
+    def open_beside(self, *, timeout_s: float) -> Mesh:
+        """The same ranks on the CPU, with a process group of their own: for one other thread of each rank, whose
+        collectives then never meet those of training. Collective.
+        """
+        if self.device_mesh is None:
+            return replace(self, device=torch.device("cpu"))
+        group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+        return replace(self, device=torch.device("cpu"), group=group)
 
     def require_agreement(self, facts: Mapping[str, Any]) -> None:
         """Compare `facts` (nested JSON) over all ranks; raise RanksDifferError on all of them if any differs."""

@@ -15,18 +15,27 @@ from phalanx.nn.rotary import rotate
 
 
 def attention_mask(
-    num_tokens: int, window: int, document_ids_BT: torch.Tensor | None, dtype: torch.dtype, device: torch.device
+    num_tokens: int,
+    window: int,
+    document_ids_BT: torch.Tensor | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    causal: bool = True,
 ) -> torch.Tensor | None:
-    """[B or 1, 1, T, T]: 0 where a token attends to another, -inf where not. None: all that is before, no mask needed.
+    """[B or 1, 1, T, T]: 0 where a token attends to another, -inf where not. None: to all, or all before, unmasked.
 
-    One mask serves all blocks that attend alike. It is in the compute type: kernels would turn booleans into that, a
-    copy for every block that autograd keeps.
+    A window of w holds a token and the w - 1 before it; where it is not causal, the w - 1 after it, too. One mask
+    serves all blocks that attend alike. It is in the compute type: kernels would turn booleans into that, a copy for
+    every block that autograd keeps.
     """
     if document_ids_BT is None and not 0 < window < num_tokens:
         return None
-    keep = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device).tril()
+    keep = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device)
+    if causal:
+        keep = keep.tril()
     if 0 < window < num_tokens:
-        keep = keep.triu(1 - window)
+        keep = keep.triu(1 - window).tril(window - 1)
     keep = keep[None]
     if document_ids_BT is not None:
         keep = keep & (document_ids_BT[:, :, None] == document_ids_BT[:, None, :])
@@ -36,7 +45,7 @@ def attention_mask(
 class AttentionCore(nn.Module):
     """Softmax attention. `document_ids` (or None) keeps documents from seeing each other.
 
-    `mask` is attention_mask of the same window and documents, where the model has made it for several blocks.
+    `mask` is attention_mask of the same window, documents and direction, where the model made it for several blocks.
     """
 
     def __init__(self, *, causal: bool = True, window: int = 0) -> None:
@@ -55,12 +64,12 @@ class AttentionCore(nn.Module):
         groups = q_BHTE.shape[1] // k_BKTE.shape[1]
         if groups > 1:
             k_BKTE, v_BKTE = (x.repeat_interleave(groups, dim=1) for x in (k_BKTE, v_BKTE))
-        if not self.causal:
-            return F.scaled_dot_product_attention(q_BHTE, k_BKTE, v_BKTE)
         if mask is None:
-            mask = attention_mask(q_BHTE.shape[2], self.window, document_ids_BT, q_BHTE.dtype, q_BHTE.device)
+            mask = attention_mask(
+                q_BHTE.shape[2], self.window, document_ids_BT, q_BHTE.dtype, q_BHTE.device, causal=self.causal
+            )
         if mask is None:
-            return F.scaled_dot_product_attention(q_BHTE, k_BKTE, v_BKTE, is_causal=True)
+            return F.scaled_dot_product_attention(q_BHTE, k_BKTE, v_BKTE, is_causal=self.causal)
         return F.scaled_dot_product_attention(q_BHTE, k_BKTE, v_BKTE, attn_mask=mask)
 
 

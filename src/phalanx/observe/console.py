@@ -170,9 +170,10 @@ class Pace:
 
 
 def _eval(event: EvalFinished) -> str:
-    """ "eval 1.4200 (best 1.4000 at 300)"; of the best itself, only its loss."""
-    best = f" (best {event.best_loss:.4f} at {event.best_step})" if 0 < event.best_step != event.step else ""
-    return f"eval {event.loss:.4f}{best}"
+    """ "eval 1.4200 (best 1.4000 at 300)"; of the best itself, only its loss, or the metric it is judged by."""
+    best = f" (best {event.best:.4f} at {event.best_step})" if 0 < event.best_step != event.step else ""
+    by = "" if event.judged_by == "loss" else f"{printable(event.judged_by, 24)} "
+    return f"eval {by}{event.value_of(event.judged_by):.4f}{best}"
 
 
 def _rate(per_s: float) -> str:
@@ -295,6 +296,7 @@ class LiveConsole:
 
 
 _YELLOW = (
+    events.CheckpointPostponed,
     events.StepSkipped,
     events.RestartScheduled,
     events.SinkDropped,

@@ -41,12 +41,27 @@ class RunStarted(Event):
 
 
 @dataclass(frozen=True)
+class WeightsTaken(Event):
+    """Training starts from weights that were there (model.init_from), instead of random ones. From rank 0.
+
+    `imported_from`: what an imported checkpoint came from. `num_cast`: so many had another type.
+    """
+
+    checkpoint: str
+    step: int
+    num_tensors: int
+    imported_from: str = ""
+    num_cast: int = 0
+
+
+@dataclass(frozen=True)
 class StepFinished(Event):
     """One optimizer update, from every rank. Loss is nats per target token over all ranks.
 
-    `step_s` runs from the record of the step before, so steps leave no gap. A save's writing belongs to its step, and
-    its commit, which comes after the record, to the next. `phases_s` are
-    seconds of this rank by phase; `unaccounted_s` is `step_s` minus their sum.
+    `step_s` runs from the record of the step before, so steps leave no gap. Of a save beside training only the copy of
+    the state belongs to its step; of one that training waits for the writing does, too, and its commit, which comes
+    after the record, belongs to the next. `phases_s` are seconds of this rank by phase, without those of a save beside
+    training; `unaccounted_s` is `step_s` minus their sum.
     """
 
     step: int
@@ -77,9 +92,10 @@ class StepSkipped(Event):
 class EvalFinished(Event):
     """Loss per target on held-out data, from rank 0; nats per token for models of text.
 
-    `loss_by_source`: of each source of a mixture, where there are several. `best_step` and `best_loss` are those of the
-    best evaluation of the run so far, this one included (step 0: none had a finite loss). With eval.keep_best, the best
-    is saved and named in RUN/best.json before this is said.
+    `loss_by_source`: of each source of a mixture, where there are several. `metrics`: means of what the objective
+    measures besides. `best_step` and `best_loss` are those of the best evaluation of the run so far, this one included
+    (step 0: none could be compared); `judged_by` is the metric that it is the best by (eval.metric), and `best_value`
+    its value there. With eval.keep_best, the best is saved and named in RUN/best.json before this is said.
     """
 
     step: int
@@ -89,6 +105,18 @@ class EvalFinished(Event):
     loss_by_source: dict[str, float] = field(default_factory=dict)
     best_step: int = 0
     best_loss: float = math.nan
+    metrics: dict[str, float] = field(default_factory=dict)
+    judged_by: str = "loss"
+    best_value: float = math.nan
+
+    def value_of(self, metric: str) -> float:
+        """The loss or a metric; NaN where it was not measured."""
+        return self.loss if metric == "loss" else self.metrics.get(metric, math.nan)
+
+    @property
+    def best(self) -> float:
+        """What the best evaluation has of `judged_by`."""
+        return self.best_loss if self.judged_by == "loss" else self.best_value
 
 
 @dataclass(frozen=True)
@@ -103,12 +131,48 @@ class BaselineMeasured(Event):
 
 @dataclass(frozen=True)
 class CheckpointSaved(Event):
-    """A checkpoint was committed; `path` is relative to the run directory. From rank 0."""
+    """A checkpoint was committed; `path` is relative to the run directory, or a URL. From rank 0.
+
+    `stall_s`: how long training stood still for it. `num_new_bytes` were written, the rest was there (-1: not said).
+    """
 
     step: int
     path: str
     num_bytes: int
     wall_s: float
+    stall_s: float = 0.0
+    num_new_bytes: int = -1
+
+
+@dataclass(frozen=True)
+class CheckpointPostponed(Event):
+    """A save was due while that of `saving_step`, begun `since_s` ago, was still being written. It comes after the
+    first step that finds the other done. From rank 0, once.
+    """
+
+    step: int
+    saving_step: int
+    since_s: float
+
+
+@dataclass(frozen=True)
+class CheckpointIntervalChosen(Event):
+    """checkpoint.every = "auto" saves each `interval_s` from here on: the square root of 2 x `stall_s`, which training
+    stands still for a save, x `mtbf_s` (Young 1974, Daly 2006), but at least `save_s`, which a save takes. From rank 0.
+    """
+
+    step: int
+    interval_s: float
+    stall_s: float
+    save_s: float
+    mtbf_s: float
+
+
+@dataclass(frozen=True)
+class CheckpointsRemoved(Event):
+    """Checkpoints that checkpoint.keep_last and keep_every do not keep are gone; one that stays verified. From rank 0."""
+
+    steps: list[int]
 
 
 @dataclass(frozen=True)
@@ -148,6 +212,11 @@ class MemoryMeasured(Event):
     predicted_bytes: dict[str, int]
     measured_bytes: dict[str, int]
     runtime_bytes: int
+
+    @property
+    def predicts_activations(self) -> bool:
+        """False for a user's own module: its sum lacks the largest part, and cannot be compared."""
+        return self.predicted_bytes.get("activations", 0) > 0
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,10 @@ def _words(event: events.Event, units: Units) -> str | None:
             start = f", continues at step {event.step} from {event.restored_from}" if event.restored_from else ""
             took = format_seconds(event.startup_s)
             return f"{event.run}: {event.world_size} ranks on {event.device}, {layout}, started in {took}{start}"
+        case events.WeightsTaken():
+            came = f", imported from {event.imported_from}" if event.imported_from else ""
+            cast = f", {event.num_cast} of them rounded" if event.num_cast else ""
+            return f"starts from {event.num_tensors} tensors of {event.checkpoint}{came}{cast}"
         case events.StepSkipped():
             return f"skipped step {event.step}: {event.reason.replace('_', ' ')} ({_norm(event.grad_norm)})"
         case events.EvalFinished():
@@ -43,8 +47,18 @@ def _words(event: events.Event, units: Units) -> str | None:
         case events.BaselineMeasured():
             return f"baseline {event.name}: {event.loss:.4f} {units.loss}".rstrip()
         case events.CheckpointSaved():
-            size, took = format_bytes(event.num_bytes), format_seconds(event.wall_s)
-            return f"saved checkpoint of step {event.step}: {event.path} ({size}, {took})"
+            return _saved(event)
+        case events.CheckpointPostponed():
+            since = format_seconds(event.since_s)
+            waits_for = f"that of step {event.saving_step} is still being written after {since}"
+            return f"checkpoint after step {event.step} waits: {waits_for}"
+        case events.CheckpointIntervalChosen():
+            every, stall, took = map(format_seconds, (event.interval_s, event.stall_s, event.save_s))
+            why = f"a save stops training for {stall} and takes {took}; a failure each {format_seconds(event.mtbf_s)}"
+            return f"a checkpoint each {every}: {why}"
+        case events.CheckpointsRemoved():
+            names = ", ".join(f"step-{step}" for step in event.steps)
+            return f"removed old checkpoint{'s' if len(event.steps) > 1 else ''} {names}"
         case events.CheckpointFailed():
             return f"checkpoint of step {event.step} failed: {event.reason} ({event.path})"
         case events.CheckpointUnusable():
@@ -73,17 +87,29 @@ def _words(event: events.Event, units: Units) -> str | None:
     return None
 
 
+def _saved(event: events.CheckpointSaved) -> str:
+    size, took = format_bytes(event.num_bytes), format_seconds(event.wall_s)
+    new = f", {format_bytes(event.num_new_bytes)} of it new" if 0 <= event.num_new_bytes < event.num_bytes else ""
+    stall = (
+        f", training stood still for {format_seconds(event.stall_s)}" if 0 < event.stall_s < event.wall_s / 2 else ""
+    )
+    return f"saved checkpoint of step {event.step}: {event.path} ({size}{new}, {took}{stall})"
+
+
 def _evaluation(event: EvalFinished, units: Units) -> str:
     best = ""
     if event.best_step == event.step:
         best = ", the best so far"
     elif event.best_step > 0:
-        best = f", best {event.best_loss:.4f} at step {event.best_step}"
+        best = f", best {event.best:.4f} at step {event.best_step}"
+    if best and event.judged_by != "loss":
+        best += f" by {_squeezed(event.judged_by, 60)}"
     sources = [f"{_squeezed(name, 60)} {loss:.4f}" for name, loss in event.loss_by_source.items()]
     each = f": {', '.join(sources)}" if sources else ""
     loss = f"held-out loss {event.loss:.4f} {units.loss}".rstrip()
     size, took = f"{format_count(event.num_targets).replace(' ', '')} {units.items}", format_seconds(event.wall_s)
-    return f"{loss} at step {event.step}{best} ({size}, {took}){each}"
+    also = "".join(f", {_squeezed(name, 60)} {value:.4f}" for name, value in event.metrics.items())
+    return f"{loss}{also} at step {event.step}{best} ({size}, {took}){each}"
 
 
 def _norm(grad_norm: float) -> str:

@@ -29,13 +29,17 @@ class NamedTensors(dict[str, torch.Tensor]):
 def call_with_batch(module: nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """(args, kwargs): `batch["inputs"]` first, if there, then each other entry except "targets" that forward names.
 
-    Raises LayoutError for a forward that needs what the batch does not have.
+    Raises LayoutError for a forward that needs what the batch does not have, or that does not name `document_ids` where
+    the batch has them: one that takes any keyword may drop this one, and documents would see each other unnoticed.
     """
     known, first, needed = _forward_names(module)
     extras = {key: value for key, value in batch.items() if key not in ("inputs", "targets") and _takes(known, key)}
-    if "document_ids" in batch and "document_ids" not in extras:
+    if "document_ids" in batch and "document_ids" not in known:
         raise LayoutError(
-            f"{type(module).__name__} cannot keep documents apart: its forward takes no document_ids",
+            f"{type(module).__name__} cannot keep documents apart: its forward names no document_ids",
+            why="it takes any keyword, which does not say that it masks attention by this one"
+            if ANY in known
+            else None,
             fix="add the argument and mask attention with it, or leave document_ids out of the batch",
         )
     args = (batch["inputs"],) if "inputs" in batch else ()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from phalanx.job.shape import ModelShape
 from phalanx.plan import activations
 
-CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "loss", "communication", "allocator")
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "loss", "communication", "allocator", "staging")
 
 # glibc keeps freed blocks: 0.2 to 0.5 of the activations in the fp32 runs of docs/benchmarks.md. What CUDA's caching
 # allocator keeps is not counted: its statistics, which a plan is compared with, are in allocated bytes.
@@ -52,6 +52,7 @@ class Workload:
     num_microbatches: int = 1
     document_masks: bool = False
     optimizer_bytes: int = 8  # per parameter
+    copies_state: bool = False  # saves are written from a copy while training goes on
 
     @property
     def tokens(self) -> int:
@@ -111,8 +112,16 @@ def communication_bytes(shape: ModelShape, work: Workload, zero_stage: int) -> f
     return shape.num_params * work.compute_bytes + max(rest, block) * 4 + accumulated
 
 
-def rank_memory(shape: ModelShape, work: Workload, zero_stage: int, dp_size: int, device: str) -> dict[str, int]:
-    """Bytes of one rank by category (see CATEGORIES), on top of interpreter and torch.
+def staging_bytes(shape: ModelShape, work: Workload, num_ranks: int) -> int:
+    """Host memory of one rank for the copy that asynchronous saves are written from: its part of weights and optimizer
+    state, which is an equal one in every layout, because no block is written twice."""
+    return round(shape.num_params * (StateBytes().parameters + work.optimizer_bytes) / num_ranks)
+
+
+def rank_memory(
+    shape: ModelShape, work: Workload, zero_stage: int, dp_size: int, device: str, num_ranks: int
+) -> dict[str, int]:
+    """Bytes of one rank by category (see CATEGORIES), on top of interpreter and torch; of a GPU those on it.
 
     Of a user's own module only the states are known: activations, loss and communication count zero.
     """
@@ -123,4 +132,7 @@ def rank_memory(shape: ModelShape, work: Workload, zero_stage: int, dp_size: int
         memory["communication"] = communication_bytes(shape, work, zero_stage)
     if device == "cpu":
         memory["allocator"] = CPU_LIBRARY_BYTES + CPU_ALLOCATOR_SHARE * memory.get("activations", 0)
-    return {category: round(memory.get(category, 0)) for category in CATEGORIES}
+        if work.copies_state:
+            memory["staging"] = staging_bytes(shape, work, num_ranks)
+    always = [category for category in CATEGORIES if category != "staging" or category in memory]
+    return {category: round(memory.get(category, 0)) for category in always}

@@ -21,7 +21,7 @@ from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.plan.cluster import Cluster, detect_cluster
 from phalanx.plan.layout import Layout
-from phalanx.plan.memory import Workload, rank_memory
+from phalanx.plan.memory import Workload, rank_memory, staging_bytes
 from phalanx.plan.warnings import DataFacts, EarlyWarning, early_warnings, epoch_ends
 
 SHAPE_CACHE = Path(os.path.expanduser("~/.cache/phalanx/shapes"))  # keyed by the sources of the user's module
@@ -162,6 +162,7 @@ def make_plan(
         num_microbatches,
         job.data.document_masks,
         _optimizer_bytes(job),
+        _copies_state(job),
     )
     capacity = _capacity(job, cluster, ranks)
     candidates = _weigh(job, shape, work, ranks, capacity, cluster.device)
@@ -172,6 +173,13 @@ def make_plan(
     if flops is None:
         reasons.append(
             "activations of your own model are not predicted; memory counts weights, gradients and optimizer"
+        )
+    if work.copies_state:
+        size = format_bytes(staging_bytes(shape, work, ranks))
+        where = "pinned host memory" if cluster.device == "cuda" else "memory"
+        reasons.append(
+            f"training goes on while it is saved, from a copy of the state: {size} of {where} per rank; "
+            "checkpoint.asynchronous=false does without"
         )
     peak = peak_rate(job)
     reasons += [peak.why] if peak.why else []
@@ -229,6 +237,11 @@ def _optimizer_bytes(job: Job) -> int:
     if job.optim.kind == "sgd":
         return 4 if job.optim.momentum else 0
     return 8
+
+
+def _copies_state(job: Job) -> bool:
+    """True if anything is saved on the way: the saves at the end and at a stop are waited for, and need no copy."""
+    return job.checkpoint.asynchronous and (job.checkpoint.has_interval or job.eval.keep_best)
 
 
 def divisors(number: int) -> list[int]:
@@ -320,7 +333,7 @@ def _capacity(job: Job, cluster: Cluster, ranks: int) -> int:
 
 def _weigh(job: Job, shape: ModelShape, work: Workload, ranks: int, capacity: int, device: str) -> list[Candidate]:
     if ranks == 1:
-        memory = rank_memory(shape, work, 0, 1, device)
+        memory = rank_memory(shape, work, 0, 1, device, ranks)
         return [Candidate("one", 0, Layout(), memory, sum(memory.values()) <= capacity)]
     shard = job.parallel.dp_shard or ranks // (job.parallel.dp_replicate or 1)
     if shard == 1:
@@ -328,7 +341,7 @@ def _weigh(job: Job, shape: ModelShape, work: Workload, ranks: int, capacity: in
     candidates = []
     for name, stage in (("ddp", 0), ("zero1", 1), ("zero2", 2), ("zero3", 3)):
         split = 1 if stage == 0 else shard
-        memory = rank_memory(shape, work, stage, split, device)
+        memory = rank_memory(shape, work, stage, split, device, ranks)
         layout = Layout(dp_replicate=ranks // split, dp_shard=split)
         candidates.append(Candidate(name, stage, layout, memory, sum(memory.values()) <= capacity))
     return candidates
@@ -371,6 +384,7 @@ def _how_to_shrink(largest: str) -> str:
     return {
         "activations": "use a smaller train.micro_batch_size or train.recompute=full",
         "loss": "use a smaller train.loss_chunk_tokens",
+        "staging": "use checkpoint.asynchronous=false",
     }.get(largest, "use more ranks or a smaller model")
 
 
@@ -393,11 +407,11 @@ def _explain(candidate: Candidate, chosen: Candidate, capacity: int, reason: str
     return replace(candidate, why="the job asks for another")
 
 
-def describe(plan: Plan) -> list[str]:
-    """The plan in a few lines of text for a terminal or a log."""
+def describe(plan: Plan, *, of_samples: bool = False) -> list[str]:
+    """The plan in a few lines of text for a terminal or a log. `of_samples`: of the user's own data, no sequences."""
     chosen, shape = plan.chosen, plan.model_shape
     what = f"images x {plan.seq_len} tokens" if shape.reads_images else f"sequences x {plan.seq_len} tokens"
-    if plan.seq_len == 1:
+    if plan.seq_len == 1 or (of_samples and not shape.reads_images):
         what = "samples"
     active = f", {format_count(shape.num_active_params)} of them active" if shape.num_experts else ""
     flops = f" ({format_count(plan.flops_per_token)}FLOP per token)" if plan.flops_per_token else ""

@@ -57,7 +57,6 @@ class DataFacts:
 
 
 Rule = Callable[["Job", "Plan", "DataFacts | None"], str | None]
-RULES: list[tuple[str, Rule]] = []
 
 
 def early_warnings(job: Job, plan: Plan, data: DataFacts | None = None) -> tuple[EarlyWarning, ...]:
@@ -66,15 +65,6 @@ def early_warnings(job: Job, plan: Plan, data: DataFacts | None = None) -> tuple
     return tuple(EarlyWarning(code, text) for code, text in found if text is not None)
 
 
-def _rule(code: str) -> Callable[[Rule], Rule]:
-    def register(rule: Rule) -> Rule:
-        RULES.append((code, rule))
-        return rule
-
-    return register
-
-
-@_rule("no_warmup")
 def _no_warmup(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     if job.optim.warmup_steps:
         return None
@@ -89,7 +79,6 @@ def _no_warmup(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     return None
 
 
-@_rule("lr_ignores_batch")
 def _lr_ignores_batch(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     batch, reference = job.train.global_batch_size, job.optim.reference_batch_size
     if job.optim.lr_scaling != "none" or reference is None or reference == batch:
@@ -100,7 +89,6 @@ def _lr_ignores_batch(job: Job, plan: Plan, data: DataFacts | None) -> str | Non
     )
 
 
-@_rule("few_batchnorm_samples")
 def _few_batchnorm_samples(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     norms, ranks = _measured(plan, "num_batchnorms"), plan.layout.data_parallel_size
     micro = plan.micro_batch_size
@@ -119,7 +107,6 @@ def _few_batchnorm_samples(job: Job, plan: Plan, data: DataFacts | None) -> str 
     return None
 
 
-@_rule("dropout_depends_on_layout")
 def _dropout(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     layers, ranks = _measured(plan, "num_dropouts"), plan.layout.data_parallel_size
     if not layers or ranks == 1:
@@ -130,7 +117,6 @@ def _dropout(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     )
 
 
-@_rule("dataset_below_batch")
 def _dataset_below_batch(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     if data is None:
         return None
@@ -144,7 +130,6 @@ def _dataset_below_batch(job: Job, plan: Plan, data: DataFacts | None) -> str | 
     )
 
 
-@_rule("many_epochs")
 def _many_epochs(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     """Of the source that is repeated most often."""
     if data is None or not data.sources:
@@ -162,7 +147,6 @@ def _many_epochs(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     )
 
 
-@_rule("small_held_out")
 def _small_held_out(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     if data is None or not job.eval.tokens or not data.num_held_out:
         return None
@@ -179,16 +163,14 @@ def _small_held_out(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     return f"{judged:,} held-out {data.unit} are few to judge by: {error}; {remedy}"
 
 
-@_rule("saved_at_the_end_only")
 def _saved_at_the_end_only(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     steps, kept = job.train.steps, job.checkpoint
-    if steps < LONG_RUN_STEPS or kept.every_steps or kept.every_minutes or job.eval.keep_best:
+    if steps < LONG_RUN_STEPS or kept.has_interval or job.eval.keep_best:
         return None
     when = "only after the last of" if kept.at_end else "never in"
     return f"a checkpoint is saved {when} {steps:,} steps: a crash begins again; set checkpoint.every_minutes=10"
 
 
-@_rule("fp32_on_gpu")
 def _fp32_on_gpu(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     if plan.device != "cuda" or plan.precision != "fp32" or plan.num_params < BF16_PAYS_PARAMS:
         return None
@@ -196,6 +178,19 @@ def _fp32_on_gpu(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
         f"{format_count(plan.num_params)} parameters in fp32 on a GPU: bf16 uses its tensor cores and half the memory "
         "of activations; set precision.compute=bf16"
     )
+
+
+RULES: tuple[tuple[str, Rule], ...] = (
+    ("no_warmup", _no_warmup),
+    ("lr_ignores_batch", _lr_ignores_batch),
+    ("few_batchnorm_samples", _few_batchnorm_samples),
+    ("dropout_depends_on_layout", _dropout),
+    ("dataset_below_batch", _dataset_below_batch),
+    ("many_epochs", _many_epochs),
+    ("small_held_out", _small_held_out),
+    ("saved_at_the_end_only", _saved_at_the_end_only),
+    ("fp32_on_gpu", _fp32_on_gpu),
+)
 
 
 def epoch_ends(job: Job, plan: Plan, data: DataFacts | None) -> str | None:

@@ -6,12 +6,14 @@ import math
 from collections.abc import Sequence
 
 from phalanx.core.units import MIB
+from phalanx.report import words
 from phalanx.report.charts import LineChart, Mark, Reference, Series, line_chart
 from phalanx.report.facts import RunFacts
 from phalanx.report.markup import Html, tag
 from phalanx.report.sample import running_median, smooth
 
 MAX_SOURCES = 6
+MAX_METRICS = 8
 MAX_NAME = 32
 
 
@@ -20,6 +22,7 @@ def curves(facts: RunFacts) -> Html:
         "section",
         tag("h2", "Training"),
         loss_chart(facts),
+        *metric_charts(facts),
         tag("div", rate_chart(facts), norm_chart(facts), class_="pair"),
         tag("div", throughput_chart(facts), resident_chart(facts), class_="pair"),
         id="training",
@@ -106,6 +109,19 @@ def _by_source(facts: RunFacts) -> list[Series]:
     return found
 
 
+def metric_charts(facts: RunFacts) -> list[Html]:
+    """One chart for each metric of the user's objective."""
+    names = dict.fromkeys(name for event in facts.evals for name in event.metrics)
+    found = []
+    for name in list(names)[:MAX_METRICS]:
+        told = [event for event in facts.evals if name in event.metrics]
+        at, values = [event.step for event in told], [event.metrics[name] for event in told]
+        series = Series("held-out", at, values, "eval", dots=True, end_label=f"held-out {values[-1]:.4f}")
+        title = short(name)
+        found.append(line_chart(LineChart(title, title, "", [series], marks=restarts(facts), x_range=x_range(facts))))
+    return found
+
+
 def short(name: str) -> str:
     """The end of a path or pattern, which is what tells sources apart."""
     return name if len(name) <= MAX_NAME else f"…{name[-MAX_NAME + 1 :]}"
@@ -116,7 +132,7 @@ def _loss_note(facts: RunFacts) -> str:
     best, kept = facts.best, facts.kept_best
     if best is not None and len(facts.evals) > 1:
         where = f", kept as {kept.checkpoint}" if kept is not None and kept.step == best.step else ""
-        said.append(f"Best of {len(facts.evals):,} evaluations: {best.loss:.4f} at step {best.step:,}{where}.")
+        said.append(f"Best of {len(facts.evals):,} evaluations: {words.judged(best)} at step {best.step:,}{where}.")
     if facts.num_rolled_back:
         said.append(
             f"{facts.num_rolled_back:,} steps were rolled back by restarts and {facts.num_redone:,} done again;"

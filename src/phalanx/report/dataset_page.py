@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 
 from phalanx.core.units import format_bytes, format_count
-from phalanx.data.dataset import Dataset
+from phalanx.data.dataset import Dataset, Manifest
 from phalanx.data.stats import DatasetStats
 from phalanx.report.markup import Html, table, tag
 from phalanx.report.scales import Scale, scale_for, tick_texts
@@ -14,7 +14,8 @@ from phalanx.report.words import plural
 
 _SIZE = 1000  # of the SVG's own coordinates, both ways
 _GAP = 0.08  # between columns, as a part of one
-_MOST_LABELS = 12
+_LEAST_COLUMNS = 8  # wide: one alone does not fill the picture
+_LABEL_LETTERS = 48  # under one picture, with the space between labels
 _MOST_SHARDS = 40
 _CONTENT_SECURITY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
@@ -42,13 +43,13 @@ def _header(name: str, dataset: Dataset, found: DatasetStats) -> Html:
     used = f"{found.num_tokens_used:,} of them occur"
     keys = [
         ("Documents", f"{found.num_documents:,}", ""),
-        ("Tokens", format_count(found.num_tokens), f"{found.num_tokens:,}"),
+        ("Tokens", format_count(found.num_tokens), f"{found.num_tokens:,}" if found.num_tokens >= 1000 else ""),
         ("Text", format_bytes(found.source_bytes), f"{found.tokens_per_byte:.3f} tokens per byte"),
         ("On disk", format_bytes(found.num_bytes), plural(found.num_shards, "shard")),
         ("Vocabulary", f"{found.vocab_size:,}", used),
         ("Tokenizer", dataset.tokenizer.kind, f"digest {dataset.tokenizer.digest}"),
-        ("Median length", f"{found.quantiles[0.5]:,} tokens", f"mean {found.mean_length:,.0f}"),
-        ("Longest", f"{found.quantiles[1.0]:,} tokens", f"shortest {found.quantiles[0.0]:,}"),
+        ("Median length", plural(found.quantiles[0.5], "token"), f"mean {found.mean_length:,.0f}"),
+        ("Longest", plural(found.quantiles[1.0], "token"), f"shortest {found.quantiles[0.0]:,}"),
     ]
     return tag(
         "header",
@@ -67,11 +68,11 @@ def _lengths(found: DatasetStats) -> Html:
     documents = columns("Documents by length", "documents", ranges, [bin.num_documents for bin in found.bins], "g1")
     tokens = columns("Tokens by length of their document", "tokens", ranges, [b.num_tokens for b in found.bins], "g4")
     quantiles = table(
-        ["part of the documents", "at most this many tokens"],
-        [[f"{100 * part:g} %", f"{length:,}"] for part, length in found.quantiles.items()],
+        ["of the documents", "at most this many tokens"],
+        [[part_words(part), f"{length:,}"] for part, length in found.quantiles.items()],
         css_class="num",
     )
-    rows = [[f"{b.low:,} to {b.high:,}", f"{b.num_documents:,}", f"{b.num_tokens:,}"] for b in found.bins]
+    rows = [[range_words(b.low, b.high), f"{b.num_documents:,}", f"{b.num_tokens:,}"] for b in found.bins]
     numbers = table(["length in tokens", "documents", "tokens"], rows, css_class="num")
     return tag(
         "section",
@@ -82,6 +83,34 @@ def _lengths(found: DatasetStats) -> Html:
         tag("details", tag("summary", "The numbers of the pictures"), numbers),
         id="lengths",
     )
+
+
+def part_words(part: float) -> str:
+    """0.5 -> 'median', 0.05 -> '5 %'."""
+    return {0.0: "shortest", 0.5: "median", 1.0: "longest"}.get(part, f"{100 * part:g} %")
+
+
+def range_words(low: int, high: int) -> str:
+    return f"{low:,} to {high:,}" if high > low else f"{low:,}"
+
+
+def left_out(manifest: Manifest) -> list[str]:
+    """What of the inputs is not in a dataset as it was there; nothing for most."""
+    said = []
+    if manifest.num_skipped_files:
+        said.append(f"{plural(manifest.num_skipped_files, 'binary file')} skipped")
+    if manifest.num_skipped_folders:
+        said.append(f"{plural(manifest.num_skipped_folders, 'folder')} skipped, a dataset or a run and not text")
+    if manifest.num_repeated_files:
+        said.append(f"{plural(manifest.num_repeated_files, 'file')} given again, read once")
+    if manifest.num_skipped_rows:
+        said.append(f"{plural(manifest.num_skipped_rows, 'null row')} skipped")
+    if manifest.num_not_utf8:
+        said.append(f"bytes that are not UTF-8 became U+FFFD in {plural(manifest.num_not_utf8, 'piece')} of text")
+    if manifest.num_ends_in_text:
+        times = plural(manifest.num_ends_in_text, "place")
+        said.append(f"in {times} of a text the tokenizer itself gave the token that ends a document")
+    return said
 
 
 def _tokens(found: DatasetStats) -> Html:
@@ -113,13 +142,12 @@ def _origin(dataset: Dataset) -> Html:
     facts = [shard.facts for shard in dataset.shards[:_MOST_SHARDS]]
     shards = [[f.file, f"{f.num_tokens:,}", f"{f.num_documents:,}", f"{f.max_token_id:,}", f.xxh3] for f in facts]
     more = len(dataset.shards) - len(facts)
-    skipped = f"{plural(manifest.num_skipped_files, 'binary file')} and {plural(manifest.num_skipped_rows, 'null row')}"
-    replaced = f"bytes that are not UTF-8 were replaced in {plural(manifest.num_not_utf8, 'piece')} of text"
+    note = "; ".join(left_out(manifest))
     return tag(
         "section",
         tag("h2", "Where it comes from"),
         table(["input", "files", "size"], inputs, css_class="num"),
-        tag("p", f"{skipped} were skipped; {replaced}.", class_="note"),
+        tag("p", f"{note[0].upper()}{note[1:]}.", class_="note") if note else None,
         tag(
             "details",
             tag("summary", "Shards"),
@@ -134,19 +162,26 @@ def columns(title: str, y_label: str, ranges: Sequence[tuple[int, int]], values:
     """A histogram: one column per range of lengths, whose numbers show where one points at it."""
     scale = scale_for([0, *values], zero=True)
     paths, names = [], []
-    every = -(-len(values) // _MOST_LABELS)
+    num_slots = max(len(values), _LEAST_COLUMNS)
+    first = (num_slots - len(values)) / 2
+    labels = [_short(low) for low, _ in ranges]
+    every = -(-len(values) * (max(map(len, labels)) + 2) // _LABEL_LETTERS)
     for number, ((low, high), value) in enumerate(zip(ranges, values, strict=True)):
-        left, right = (number + _GAP / 2) / len(values), (number + 1 - _GAP / 2) / len(values)
+        left, right = ((first + number + edge) / num_slots for edge in (_GAP / 2, 1 - _GAP / 2))
         top = scale(value)
         if value:
             top = max(top, 0.004)  # one document of a million still shows
             d = f"M{_SIZE * left:.1f} {_SIZE}V{_SIZE * (1 - top):.1f}H{_SIZE * right:.1f}V{_SIZE}Z"
-            paths.append(
-                tag("path", tag("title", f"{low:,} to {high:,} tokens: {value:,} {y_label}"), d=d, class_=css_class)
-            )
+            pointed = tag("title", f"{range_words(low, high)} tokens: {value:,} {y_label}")
+            paths.append(tag("path", pointed, d=d, class_=css_class))
         if number % every == 0:
-            names.append(tag("span", f"{low:,}", class_="xtick", style=f"left:{100 * (left + right) / 2:.2f}%"))
+            names.append(tag("span", labels[number], class_="xtick", style=f"left:{100 * (left + right) / 2:.2f}%"))
     return _figure(title, y_label, "length in tokens", scale, paths, names)
+
+
+def _short(length: int) -> str:
+    """16384 -> '16 K': the place of a column; pointing at it shows the exact range."""
+    return f"{length:,}" if length < 10_000 else format_count(length)
 
 
 def _rank_curve(found: DatasetStats) -> Html:
@@ -165,7 +200,7 @@ def _rank_curve(found: DatasetStats) -> Html:
 
 
 def _figure(title: str, y_label: str, x_label: str, scale: Scale, paths: list[Html], names: list[Html]) -> Html:
-    ticks = scale.ticks()
+    ticks = [tick for tick in scale.ticks() if tick == round(tick)]  # of things one counts
     grid = [
         tag("path", d=f"M0 {_SIZE * (1 - scale(tick)):.1f}H{_SIZE}", class_="grid", vector_effect="non-scaling-stroke")
         for tick in ticks

@@ -134,6 +134,9 @@ class RunFacts:
 
     @property
     def best(self) -> events.EvalFinished | None:
-        """The first of the evaluations with the lowest loss, over as many targets as the last one."""
+        """The evaluation that the last one names; of older runs the first with the lowest loss over as many targets."""
+        named = [event for event in self.evals if event.step == self.evals[-1].best_step]
+        if named and self.evals[-1].judged_by != "loss":
+            return named[0]
         comparable = [e for e in self.evals if math.isfinite(e.loss) and e.num_targets == self.evals[-1].num_targets]
         return min(comparable, key=lambda event: (event.loss, event.step), default=None)

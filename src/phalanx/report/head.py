@@ -71,9 +71,10 @@ def _held_out(facts: RunFacts) -> tuple[str, str]:
     last, best = facts.evals[-1], facts.best
     said = []
     if best is not None and best.step != last.step:
-        said.append(f"best {best.loss:.4f} at step {best.step:,}")
+        said.append(f"best {words.judged(best)} at step {best.step:,}")
     elif len(facts.evals) > 1:
         said.append(f"the best of {len(facts.evals)} evaluations")
+    said += [f"{name} {value:.4f}" for name, value in last.metrics.items()]
     for baseline in facts.baselines:
         gap = last.loss - baseline.loss
         if math.isfinite(gap):

@@ -84,10 +84,9 @@ def _rank_row(rank: int, event: MemoryMeasured, whole: float, colour: Mapping[st
         bar(event.measured_bytes, whole, colour),
         class_="barlabel",
     )
-    error = words.percent(predicted - measured, measured, signed=True)
     return [
-        str(rank), bars, words.num_bytes(predicted), words.num_bytes(measured), error,
-        words.num_bytes(event.runtime_bytes),
+        str(rank), bars, words.num_bytes(predicted), words.num_bytes(measured),
+        _error(event, TOTAL, predicted, measured), words.num_bytes(event.runtime_bytes),
     ]  # fmt: skip
 
 
@@ -105,5 +104,12 @@ def _cell(event: MemoryMeasured, name: str) -> list[Html | str]:
     )
     if not (math.isfinite(predicted) or math.isfinite(measured)):
         return ["–"]
-    error = words.percent(predicted - measured, measured, signed=True)
+    error = _error(event, name, predicted, measured)
     return [words.num_bytes(measured), tag("small", words.num_bytes(predicted), " ", tag("b", error))]
+
+
+def _error(event: MemoryMeasured, name: str, predicted: float, measured: float) -> str:
+    """Where the plan knew nothing of the activations, neither they nor the sum can be wrong."""
+    if name in (TOTAL, "activations") and not event.predicts_activations:
+        return "activations not predicted"
+    return words.percent(predicted - measured, measured, signed=True)

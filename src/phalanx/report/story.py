@@ -48,7 +48,8 @@ def _few(told: list[Envelope]) -> tuple[list[Envelope], int]:
     """At most `MAX_ROWS`: checkpoints and skips are thinned first, then the middle goes."""
     if len(told) <= MAX_ROWS:
         return told, 0
-    routine = (events.CheckpointSaved, events.StepSkipped, events.EvalFinished)
+    saves = (events.CheckpointSaved, events.CheckpointPostponed, events.CheckpointsRemoved)
+    routine = (*saves, events.StepSkipped, events.EvalFinished)
     rare = [envelope for envelope in told if not isinstance(envelope.event, routine)]
     common = [envelope for envelope in told if isinstance(envelope.event, routine)]
     rare = rare if len(rare) <= MAX_ROWS // 2 else rare[: MAX_ROWS // 4] + rare[-MAX_ROWS // 4 :]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from phalanx.checkpoint.manifest import list_checkpoints
+from phalanx.checkpoint.folder import place_in_run
+from phalanx.checkpoint.stores import store_of
+from phalanx.core.errors import CheckpointError
 from phalanx.observe import events
 from phalanx.report.facts import RunFacts
 
@@ -50,6 +52,7 @@ def _evaluation(event: events.EvalFinished) -> dict[str, Any]:
         "loss": _number(event.loss),
         "num_targets": int(event.num_targets),
         "loss_by_source": event.loss_by_source,
+        "metrics": event.metrics,
         "wall_s": _number(event.wall_s),
     }
 
@@ -60,7 +63,13 @@ def _best(facts: RunFacts) -> dict[str, Any] | None:
     if best is None:
         return None
     is_kept = kept is not None and kept.step == best.step
-    return {"step": int(best.step), "loss": best.loss, "checkpoint": kept.checkpoint if kept and is_kept else None}
+    return {
+        "step": int(best.step),
+        "loss": _number(best.loss),
+        "metric": best.judged_by,
+        "value": _number(best.value_of(best.judged_by)),
+        "checkpoint": kept.checkpoint if kept and is_kept else None,
+    }
 
 
 def _memory(rank: int, event: events.MemoryMeasured) -> dict[str, Any]:
@@ -73,12 +82,16 @@ def _memory(rank: int, event: events.MemoryMeasured) -> dict[str, Any]:
 
 
 def _checkpoints(facts: RunFacts) -> list[dict[str, Any]]:
-    """Those that are there, oldest first."""
+    """Those that are there, oldest first; none where their store does not answer."""
     sizes = {e.event.step: e.event.num_bytes for e in facts.story if isinstance(e.event, events.CheckpointSaved)}
     found = []
-    for path in list_checkpoints(facts.run_dir):
-        step = int(path.name.removeprefix("step-"))
-        found.append({"step": step, "path": str(path.relative_to(facts.run_dir)), "num_bytes": sizes.get(step)})
+    try:
+        folders = store_of(facts.run_dir).folders()
+    except (OSError, CheckpointError):
+        return []
+    for folder in folders:
+        path = place_in_run(folder, facts.run_dir)
+        found.append({"step": folder.step, "path": path, "num_bytes": sizes.get(folder.step)})
     return found
 
 

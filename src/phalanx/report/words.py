@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from phalanx.core.units import format_bytes, format_count, format_seconds
+from phalanx.observe.events import EvalFinished
 
 NOT_MEASURED = "not measured"
 
@@ -61,6 +62,12 @@ def percent(part: float, whole: float, *, signed: bool = False) -> str:
         return "–"
     value = round(100 * part / whole, 1) or 0.0  # never "-0.0"
     return f"{value:+.1f} %" if signed and value else f"{value:.1f} %"
+
+
+def judged(event: EvalFinished) -> str:
+    """What an evaluation is compared by: its loss, or the name and the value of another metric."""
+    name = "" if event.judged_by == "loss" else f"{event.judged_by} "
+    return f"{name}{event.value_of(event.judged_by):.4f}"
 
 
 def clock(unix_s: float) -> str:

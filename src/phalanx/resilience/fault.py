@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,13 +37,20 @@ def parse_fault(text: str) -> Fault:
 
 
 def fault_listener(texts: Sequence[str], *, rank: int, run_dir: Path) -> Listener:
-    """A phase listener that injects each fault once per run: restarts must not meet it again."""
+    """A phase listener that injects each fault once per run: restarts must not meet it again. For several threads."""
     faults = [(_mark_name(texts, index), parse_fault(text)) for index, text in enumerate(texts)]
+    taking = threading.Lock()
+
+    def take(fault: tuple[str, Fault]) -> bool:
+        with taking:
+            if fault in faults:
+                faults.remove(fault)
+                return True
+            return False
 
     def listen(step: int, phase: str) -> None:
         for name, fault in list(faults):
-            if fault.here(rank, step, phase):
-                faults.remove((name, fault))
+            if fault.here(rank, step, phase) and take((name, fault)):
                 mark = run_dir / "faults" / name
                 mark.parent.mkdir(exist_ok=True)
                 try:

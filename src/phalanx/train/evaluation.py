@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -23,47 +23,90 @@ from phalanx.parallel.model import Batch, ParallelModel
 HeldOut = Mapping[str, Iterable[Batch]]
 
 
+LOSS = "loss"  # what is judged by, unless eval.metric names another
+
+
 @dataclass(frozen=True)
 class Evaluation:
-    """Loss per target over all ranks and sources."""
+    """Loss per target over all ranks, of each source and of all together (see `over_sources`).
+
+    `metrics`: means of what the objective measures besides, by name.
+    """
 
     step: int
     loss: float
     num_targets: int
     loss_by_source: Mapping[str, float]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def value_of(self, metric: str) -> float:
+        """The loss or a metric; NaN where it was not measured."""
+        return self.loss if metric == LOSS else self.metrics.get(metric, math.nan)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What is kept of an evaluation to find the best. `value` is that of eval.metric."""
+
+    loss: float
+    num_targets: int
+    value: float
+
+
+def over_sources(losses: Mapping[str, float], weights: Mapping[str, float]) -> float:
+    """One loss per target for all sources together: the mean of theirs by weight. NaN if there are none.
+
+    A source that is not in `losses`, because nothing of it is held out, leaves its part to the others.
+    """
+    if len(losses) <= 1:
+        return next(iter(losses.values()), math.nan)
+    total = sum(weights[source] for source in losses)
+    return sum(weights[source] * loss for source, loss in losses.items()) / total
 
 
 class EvalRecord:
     """The evaluations of a run so far, the same on every rank."""
 
-    def __init__(self, done: Iterable[tuple[int, float, int]] = ()) -> None:
-        self._done = {step: (loss, num_targets) for step, loss, num_targets in done}
+    def __init__(self, done: Mapping[int, Judged] | None = None) -> None:
+        self._done = dict(done or {})
 
     def has(self, step: int) -> bool:
         return step in self._done
 
-    def add(self, step: int, loss: float, num_targets: int) -> None:
-        self._done[step] = (loss, num_targets)
+    def of(self, step: int) -> Judged:
+        return self._done[step]
 
-    def best(self, num_targets: int) -> tuple[int, float]:
-        """(step, loss) of the lowest loss, the first of equals; (0, NaN) if there is none.
+    def add(self, step: int, judged: Judged) -> None:
+        self._done[step] = judged
 
-        Only evaluations of `num_targets` targets: a loss over other data cannot be compared.
+    def best(self, num_targets: int, mode: str = "min") -> tuple[int, Judged]:
+        """The step with the lowest value (`mode` "max": the highest), the first of equals; (0, NaN) if there is none.
+
+        Only evaluations of `num_targets` targets: a value over other data cannot be compared.
         """
+        sign = -1.0 if mode == "max" else 1.0
         finite = [
-            (loss, step) for step, (loss, number) in self._done.items() if number == num_targets and math.isfinite(loss)
+            (sign * judged.value, step)
+            for step, judged in self._done.items()
+            if judged.num_targets == num_targets and math.isfinite(judged.value)
         ]
-        loss, step = min(finite, default=(math.nan, 0))
-        return step, loss
+        if not finite:
+            return 0, Judged(math.nan, num_targets, math.nan)
+        _, step = min(finite)
+        return step, self._done[step]
 
 
-def read_record(run_dir: Path | None, step: int, mesh: Mesh) -> EvalRecord:
+def read_record(run_dir: Path | None, step: int, mesh: Mesh, metric: str = LOSS) -> EvalRecord:
     """What rank 0's event files say of evaluations up to `step`, for all ranks. Those of later steps are done again."""
-    done: list[tuple[int, float, int]] = []
+    done: list[tuple[int, float, int, float]] = []
     if run_dir is not None and step > 0 and mesh.rank == 0:
-        found = (envelope.event for envelope in recorded(run_dir, EvalFinished))
-        done = [(int(e.step), e.loss, int(e.num_targets)) for e in found if e.step <= step and not math.isnan(e.loss)]
-    return EvalRecord((int(s), float(loss), int(n)) for s, loss, n in mesh.gather_json(done)[0])
+        found = [envelope.event for envelope in recorded(run_dir, EvalFinished)]
+        done = [
+            (int(e.step), e.loss, int(e.num_targets), e.value_of(metric))
+            for e in found
+            if isinstance(e, EvalFinished) and e.step <= step and not math.isnan(e.loss)
+        ]
+    return EvalRecord({int(s): Judged(float(x), int(n), float(v)) for s, x, n, v in mesh.gather_json(done)[0]})
 
 
 @contextmanager

@@ -57,8 +57,9 @@ class MemoryMeter:
         state_shards: Mapping[str, LogicalShard],
         model: ParallelModel,
         predicted_bytes: Mapping[str, int],
+        staging_bytes: int = 0,
     ) -> MemoryMeasured:
-        """States and activations are counted from their tensors; "peak" is the whole rank's."""
+        """States, activations and staging are counted from their tensors; "peak" is the whole rank's."""
         weights = {name: shard for name, shard in state_shards.items() if not name.startswith("optim/")}
         measured = {
             "parameters": local_bytes(weights),
@@ -67,6 +68,8 @@ class MemoryMeter:
         }
         if model.saved_bytes is not None:
             measured["activations"] = model.saved_bytes
+        if predicted_bytes.get("staging"):
+            measured["staging"] = staging_bytes
         peak = self.peak_bytes()
         if peak is not None:
             measured["peak"] = peak

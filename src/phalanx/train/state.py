@@ -9,12 +9,18 @@ from typing import Any
 
 import torch
 
-from phalanx.checkpoint import store
+from phalanx.checkpoint.epoch import Epoch
+from phalanx.checkpoint.folder import Folder, as_folder
+from phalanx.checkpoint.load import load
 from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.save import Saved, save
+from phalanx.checkpoint.saver import Snapshot
+from phalanx.checkpoint.stores.protocol import Store
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import LogicalShard
 from phalanx.optim.build import optimizer_shards
+from phalanx.optim.state import drop_slots, group_numbers, make_slots, numbers_of, set_numbers
 from phalanx.parallel.model import ParallelModel
 
 
@@ -35,6 +41,9 @@ class TrainState:
     tokens_seen: int = 0
     samples_seen: int = 0
 
+    def __post_init__(self) -> None:
+        self._built = group_numbers(self.optimizer)
+
     def shards(self) -> dict[str, LogicalShard]:
         """Every tensor of the state by its full-model name."""
         model = self.model.shards()
@@ -43,57 +52,69 @@ class TrainState:
         return model | optimizer_shards(self.optimizer, named, model, rank=mesh.rank, world_size=mesh.world_size)
 
     def facts(self) -> dict[str, Any]:
+        """What there is besides tensors. Raises CheckpointError for an optimizer that keeps what cannot be saved."""
+        numbers = numbers_of(self.optimizer, self.model.named_parameters(), self._built)
         return {
             "step": self.step,
             "tokens_seen": self.tokens_seen,
             "samples_seen": self.samples_seen,
             "seed": self.seed,
             "tokenizer": self.tokenizer,
-        }
+        } | ({"optimizer": numbers} if numbers else {})
+
+    def snapshot(self) -> Snapshot:
+        """What a checkpoint of this step holds. Its tensors are those of training."""
+        return Snapshot(self.step, self.shards(), self.model.aliases(), self.facts())
 
     def save(
         self,
-        run_dir: Path,
+        store: Store,
         *,
         job_digest: str,
         phases: Phases,
         before_commit: Callable[[], None] = lambda: None,
-    ) -> tuple[Path, int]:
-        """Write RUN/checkpoints/step-N; returns (directory, bytes). Collective; raises CheckpointError.
+        epoch: Epoch | None = None,
+        incremental: bool = True,
+    ) -> Saved:
+        """Write the checkpoint of this step. Collective; raises CheckpointError.
 
         `before_commit` is called when every rank's part is written, before there is a checkpoint.
         """
-        return store.save(
-            run_dir,
+        return save(
+            store,
             self.step,
             self.shards(),
             aliases=self.model.aliases(),
             facts=self.facts(),
             job_digest=job_digest,
-            mesh=self.model.mesh,
+            group=self.model.mesh,
             phases=phases,
             before_commit=before_commit,
+            epoch=epoch,
+            incremental=incremental,
         )
 
-    def restore(self, directory: Path, *, phases: Phases) -> None:
+    def restore(self, folder: Folder | Path, *, phases: Phases) -> None:
         """Continue from a checkpoint. Collective; raises CheckpointError with the state untouched."""
 
+        where = as_folder(folder).url
+
         def require(manifest: Manifest) -> None:
-            missing = sorted(set(self.facts()) - set(manifest.facts) - {"tokenizer"})
+            missing = sorted(set(self.facts()) - set(manifest.facts))
             if missing:
-                raise CheckpointError(f"it does not say {', '.join(missing)}", where=str(directory))
+                raise CheckpointError(f"it does not say {', '.join(missing)}", where=where)
             seed = manifest.facts["seed"]
             if seed != self.seed:
-                raise CheckpointError(f"it was written with run.seed {seed}, not {self.seed}", where=str(directory))
-            tokenizer = manifest.facts.get("tokenizer", "")
+                raise CheckpointError(f"it was written with run.seed {seed}, not {self.seed}", where=where)
+            tokenizer = manifest.facts["tokenizer"]
             if tokenizer and self.tokenizer and tokenizer != self.tokenizer:
                 raise CheckpointError(
                     f"it was trained on tokens of tokenizer {tokenizer}, and the data is of {self.tokenizer}",
-                    where=str(directory),
+                    where=where,
                     fix="give it the data it was trained on, or start a new run",
                 )
 
         shards = self.shards()
-        facts = store.load(directory, shards, mesh=self.model.mesh, phases=phases, require=require).facts
+        facts = load(folder, shards, group=self.model.mesh, phases=phases, require=require).facts
         self.step, self.tokens_seen = int(facts["step"]), int(facts["tokens_seen"])
         self.samples_seen = int(facts["samples_seen"])

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import psutil
 import torch
 
-from phalanx.checkpoint.best import BEST, write_best
+from phalanx.checkpoint.best import BEST, read_best, write_best
+from phalanx.checkpoint.epoch import Epoch
+from phalanx.checkpoint.saver import Saver, Target
+from phalanx.checkpoint.stores import open_store
 from phalanx.core.digest import stable_hash64
-from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import Phases
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import Mesh
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import (
     CheckpointFailed,
-    CheckpointSaved,
     EvalFinished,
     Event,
+    Note,
     StepFinished,
     StepSkipped,
     StopRequested,
@@ -33,10 +37,19 @@ from phalanx.optim.build import set_learning_rate
 from phalanx.optim.schedule import learning_rate
 from phalanx.parallel.model import Batch, Objective, StepFacts
 from phalanx.plan.planner import Plan
-from phalanx.train.evaluation import EvalRecord, Evaluation, HeldOut, read_record, undisturbed
+from phalanx.train.evaluation import (
+    LOSS,
+    EvalRecord,
+    Evaluation,
+    HeldOut,
+    Judged,
+    over_sources,
+    read_record,
+    undisturbed,
+)
+from phalanx.train.metrics import MetricSums, SumAndCount, means, require_metric
+from phalanx.train.saves import Saves
 from phalanx.train.state import TrainState
-
-RETRY_SAVE_STEPS = 10  # steps between attempts while saving fails (a full disk, say)
 
 
 class Microbatches(Protocol):
@@ -75,6 +88,7 @@ class StopAskedError(Exception):
 class Trainer:
     """Advances a TrainState to the job's last step, evaluating `held_out` on the way and at the end if it is given.
 
+    `source_weights`: what each source of `held_out` counts in the loss over all; without them, what its targets are.
     `run_dir=None` never saves. `records(step)` is what else there is to say of a step that is done. Events go to
     `bus`; nothing here formats text or knows who reads.
     """
@@ -90,20 +104,20 @@ class Trainer:
         data: Microbatches,
         objective: Objective,
         held_out: HeldOut | None = None,
+        source_weights: Mapping[str, float] | None = None,
         guards: Sequence[Guard] = (),
         stop: StopFlags | None = None,
         run_dir: Path | None = None,
+        epoch: Epoch | None = None,
         records: Callable[[int], Sequence[Event]] = lambda step: (),
     ) -> None:
         self.job, self.plan, self.mesh, self.state, self.bus = job, plan, mesh, state, bus
         self.data, self.objective, self.held_out, self.guards = data, objective, held_out, tuple(guards)
         self.stop = stop or StopFlags()
-        self.run_dir, self.records = run_dir, records
+        self.run_dir, self.epoch, self.records, self.source_weights = run_dir, epoch, records, source_weights
         self.phases: Phases = state.model.phases
         self._process = psutil.Process()
-        self._saved_step = state.step
-        self._last_save_s = time.monotonic()
-        self._retry_save_at: int | None = None
+        self._saves = self._open_saves() if run_dir is not None else None
         self._unrecorded: tuple[StepFacts, str | None] | None = None
         self._recorded_s = time.perf_counter()
         self._evals = EvalRecord()
@@ -113,20 +127,30 @@ class Trainer:
 
         On every rank: CheckpointError if the save at the end or at a stop fails, NumericsError if a guard gives up.
         """
-        self._evals = read_record(self.run_dir, self.state.step, self.mesh)
+        try:
+            return self._run()
+        except BaseException:
+            if self._saves is not None:
+                self._saves.leave(self.job.resilience.grace_s)
+            raise
+
+    def _run(self) -> str:
+        self._require_metric()
+        self._evals = read_record(self.run_dir, self.state.step, self.mesh, self.job.eval.metric)
+        self._mend_best()
         self.phases.take()
         self._recorded_s = time.perf_counter()
         reason = self._evaluate_if_due()  # of the step that is continued from, if a stop or a crash kept it from being
         while reason is None and self.state.step < self.job.train.steps:
             facts, _ = self._unrecorded = self.step()
-            sigterm, sigint, save_due = (vote > 0 for vote in facts.votes)
-            is_last = self.state.step == self.job.train.steps
-            if sigterm or sigint or (is_last and self.job.checkpoint.at_end):
-                self.save(is_last_chance=True)
-            elif self._save_is_due(save_due):
-                self.save()
+            sigterm, sigint, *of_saves = facts.votes
+            is_end = self.state.step == self.job.train.steps and self.job.checkpoint.at_end
+            if self._saves is not None:
+                self._saves.after_step(of_saves, is_stop=sigterm + sigint > 0, is_end=is_end)
             self._record()
             reason = "sigterm" if sigterm else "sigint" if sigint else self._evaluate_if_due()
+        if self._saves is not None:
+            self._saves.settle()
         if reason is None:
             return "finished"
         self.bus.emit(StopRequested(self.state.step, reason))
@@ -155,41 +179,36 @@ class Trainer:
         self.state.samples_seen += self.job.train.global_batch_size
         return facts, skipped
 
-    def _votes(self) -> tuple[float, float, float]:
-        minutes = self.job.checkpoint.every_minutes
-        due = minutes is not None and self.mesh.rank == 0 and time.monotonic() - self._last_save_s >= minutes * 60
-        return float(self.stop.sigterm), float(self.stop.sigint), float(due)
+    def _votes(self) -> tuple[float, ...]:
+        of_saves = self._saves.votes() if self._saves is not None else (0.0, 0.0, 0.0)
+        return float(self.stop.sigterm), float(self.stop.sigint), *of_saves
 
-    def _save_is_due(self, voted: bool) -> bool:
-        if self._retry_save_at is not None:  # the last save failed: wait, whatever asks for one
-            return self.state.step >= self._retry_save_at
-        every = self.job.checkpoint.every_steps
-        return voted or (every is not None and self.state.step % every == 0)
+    def _open_saves(self) -> Saves:
+        assert self.run_dir is not None
+        run_dir, kept = self.run_dir, self.job.checkpoint
+        target = Target(
+            open_store(run_dir, kept.url, say=lambda why: self.bus.emit(Note("store_is_slow", {"why": why}))),
+            self.plan.job_digest,
+            run_dir,
+            epoch=self.epoch,
+            incremental=kept.incremental,
+            keep_last=kept.keep_last,
+            keep_every=kept.keep_every,
+            kept=partial(_best_steps, run_dir),
+        )
+        timeout_s = self.job.resilience.collective_timeout_s
+        saver = Saver(target, self.mesh, self.bus, self.phases, asynchronous=kept.asynchronous, timeout_s=timeout_s)
+        return Saves(saver, kept, self.mesh, self.state, self.bus, record=self._record)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory that this rank holds for copies of the state."""
+        return self._saves.staging_bytes if self._saves is not None else 0
 
     def save(self, *, is_last_chance: bool = False) -> None:
-        """Save if this step is not saved yet. A failure is an event: training goes on and tries again later.
-
-        Where there is no later, the CheckpointError is raised, on every rank.
-        """
-        if self.run_dir is None or self._saved_step == self.state.step:
-            return
-        began = time.perf_counter()
-        try:
-            path, num_bytes = self.state.save(
-                self.run_dir, job_digest=self.plan.job_digest, phases=self.phases, before_commit=self._record
-            )
-        except CheckpointError as error:
-            self._retry_save_at = self.state.step + RETRY_SAVE_STEPS
-            if self.mesh.rank == 0:
-                self.bus.emit(CheckpointFailed(self.state.step, error.where or "", str(error)))
-            if is_last_chance:
-                self._record()
-                raise
-            return
-        self._saved_step, self._last_save_s, self._retry_save_at = self.state.step, time.monotonic(), None
-        if self.mesh.rank == 0:
-            name = str(path.relative_to(self.run_dir))
-            self.bus.emit(CheckpointSaved(self.state.step, name, num_bytes, time.perf_counter() - began))
+        """Save this step if it is not saved yet, and a run directory was given (see `Saves.save`)."""
+        if self._saves is not None:
+            self._saves.save(is_last_chance=is_last_chance)
 
     def _record(self) -> None:
         """Emit the facts of the last step, once, with the seconds since the step before.
@@ -242,7 +261,8 @@ class Trainer:
             try:
                 found = self.evaluate()
             except StopAskedError as asked:
-                self.save(is_last_chance=True)
+                if self._saves is not None:
+                    self._saves.save(is_last_chance=True, tidy=False)
                 return str(asked)
         wall_s = time.perf_counter() - began
         self._recorded_s += wall_s  # no step took this time
@@ -250,21 +270,32 @@ class Trainer:
         return None
 
     def evaluate(self) -> Evaluation:
-        """The loss on the held-out batches. Collective; training goes on as if it had not been."""
+        """Loss and metrics on the held-out batches. Collective; training goes on as if it had not been."""
         assert self.held_out is not None, "there is nothing to evaluate"
         loss_by_source: dict[str, float] = {}
-        total_loss, total_targets = 0.0, 0
+        targets_by_source: dict[str, int] = {}
+        metrics_by_source: dict[str, dict[str, SumAndCount]] = {}
         with self.phases("evaluate"), undisturbed(self.state.model, self.mesh, self.state.seed):
             for source, batches in self.held_out.items():
-                sums = self.state.model.evaluate(self._until_stopped(batches), self.objective)
+                objective = MetricSums(self.objective, self.mesh)
+                sums = self.state.model.evaluate(self._until_stopped(batches), objective)
                 loss, num_targets = self.state.model.reduce_sums(sums)
+                metrics_by_source[source] = objective.reduced()
                 if num_targets:
-                    loss_by_source[source] = loss
-                    total_loss, total_targets = total_loss + loss * num_targets, total_targets + num_targets
-        loss = next(iter(loss_by_source.values())) if len(loss_by_source) == 1 else math.nan
-        if len(loss_by_source) > 1:
-            loss = total_loss / total_targets
-        return Evaluation(self.state.step, loss, total_targets, loss_by_source)
+                    loss_by_source[source], targets_by_source[source] = loss, num_targets
+        loss = over_sources(loss_by_source, self.source_weights or targets_by_source)
+        metrics = means(metrics_by_source, self.source_weights)
+        return Evaluation(self.state.step, loss, sum(targets_by_source.values()), loss_by_source, metrics)
+
+    def _require_metric(self) -> None:
+        """Refuse an eval.metric that there is not (LayoutError), before training: the first held-out batch shows it."""
+        if self.job.eval.metric == LOSS or self.held_out is None:
+            return
+        objective = MetricSums(self.objective, self.mesh)
+        batches = next(iter(self.held_out.values()))
+        with self.phases.apart(), self.phases("evaluate"), undisturbed(self.state.model, self.mesh, self.state.seed):
+            self.state.model.evaluate(itertools.islice(batches, 1), objective)
+        require_metric(self.job.eval.metric, list(objective.reduced()))
 
     def _until_stopped(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """The batches; before each, all ranks agree whether to go on: an evaluation may outlast a grace period."""
@@ -279,11 +310,13 @@ class Trainer:
     def _conclude(self, found: Evaluation, wall_s: float) -> None:
         """Keep the step if it is the best and the job wants that, then say what was found.
 
-        In this order: an evaluation that is on record is not done again, so all that it leads to must be done by then.
+        An evaluation that is on record is not done again. What the record says of the best, and a crash kept from being
+        done, `_mend_best` does.
         """
         step = found.step
-        self._evals.add(step, found.loss, found.num_targets)
-        best_step, best_loss = self._evals.best(found.num_targets)
+        metric, mode = self.job.eval.metric, self.job.eval.mode or "min"
+        self._evals.add(step, Judged(found.loss, found.num_targets, found.value_of(metric)))
+        best_step, best = self._evals.best(found.num_targets, mode)
         if self.job.eval.keep_best and best_step == step:
             self._keep_best(found)
         if self.mesh.rank != 0:
@@ -297,16 +330,48 @@ class Trainer:
                 wall_s=wall_s,
                 loss_by_source=several if len(found.loss_by_source) > 1 else {},
                 best_step=best_step,
-                best_loss=best_loss,
+                best_loss=best.loss,
+                metrics=dict(found.metrics),
+                judged_by=metric,
+                best_value=best.value,
             )
         )
 
     def _keep_best(self, found: Evaluation) -> None:
-        """Save this step if it is not saved yet, and name it in RUN/best.json. A failure is an event."""
-        self.save()
-        if self.run_dir is None or self._saved_step != found.step or self.mesh.rank != 0:
+        """Save this step if it is not saved yet, and once it is, name it in RUN/best.json. A failure is an event."""
+        if self._saves is not None:
+            self.save()
+            judged = Judged(found.loss, found.num_targets, found.value_of(self.job.eval.metric))
+            self._saves.once_saved(partial(self._name_best, found.step, judged))
+
+    def _mend_best(self) -> None:
+        """The step that is continued from was the best, and its checkpoint was there, but no more time to name it."""
+        step, evals = self.state.step, self._evals
+        if self.run_dir is None or not self.job.eval.keep_best or not evals.has(step):
             return
+        judged = evals.of(step)
+        best_step, _ = evals.best(judged.num_targets, self.job.eval.mode or "min")
+        named = read_best(self.run_dir)
+        if best_step == step and (named is None or named.step != step):
+            self._name_best(step, judged)
+
+    def _name_best(self, step: int, judged: Judged) -> None:
+        if self.run_dir is None or self.mesh.rank != 0:
+            return
+        metric = self.job.eval.metric
         try:
-            write_best(self.run_dir, step=found.step, loss=found.loss, num_targets=found.num_targets)
+            write_best(
+                self.run_dir,
+                step=step,
+                loss=judged.loss,
+                num_targets=judged.num_targets,
+                metric=metric,
+                value=judged.value,
+            )
         except OSError as error:
-            self.bus.emit(CheckpointFailed(found.step, BEST, error.strerror or str(error)))
+            self.bus.emit(CheckpointFailed(step, BEST, error.strerror or str(error)))
+
+
+def _best_steps(run_dir: Path) -> frozenset[int]:
+    best = read_best(run_dir)
+    return frozenset() if best is None else frozenset((best.step,))

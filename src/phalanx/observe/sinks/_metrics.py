@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,28 +20,34 @@ from phalanx.observe.events import (
     StepSkipped,
     StopRequested,
 )
+from phalanx.observe.tail import recorded
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]+")  # a source is named by its path; slashes make groups
+_REMEMBERED: tuple[type[Event], ...] = (RunStarted, StepSkipped, EvalFinished)
 
 Status = Literal["finished", "stopped", "failed"]
 
 
 @dataclass(frozen=True)
 class Point:
-    """Values at a step, by metric. `starts_attempt`: the first one of an attempt; later steps are (done) again."""
+    """Values at a step, by metric."""
 
     step: int
     time_unix_s: float
     values: dict[str, float]
-    starts_attempt: bool = False
 
 
 class Metrics:
-    """Turns the events of rank 0 into points and remembers how far the run has come."""
+    """Turns the events of rank 0 into points and remembers how far the run has come.
 
-    def __init__(self) -> None:
-        self._num_skipped = 0
-        self._starts_attempt = False
+    What earlier attempts did is read from the event files of `run_dir`: counters go on where they were.
+    """
+
+    def __init__(self, run_dir: Path | None = None) -> None:
+        self._run_dir = run_dir
+        self._knows_the_past = False
+        self._skipped: set[int] = set()
+        self._names: dict[str, str] = {}
         self._step, self._total_steps = 0, -1
         self._was_stopped = False
 
@@ -47,19 +55,23 @@ class Metrics:
         """The point that an event adds to the curves, if it adds one."""
         if envelope.rank > 0:
             return None
+        if not self._knows_the_past:
+            self._knows_the_past = True
+            for event in _earlier(self._run_dir, envelope.attempt):
+                self._remember(event)
         event = envelope.event
+        self._remember(event)
         if isinstance(event, RunStarted):
-            self._starts_attempt, self._was_stopped = True, False
+            self._was_stopped = False
             self._step, self._total_steps = event.step, event.total_steps
         elif isinstance(event, StopRequested):
             self._was_stopped = True
         elif isinstance(event, StepSkipped):
-            self._num_skipped += 1
-            return self._point(envelope, event.step, {"train/skipped": self._num_skipped})
+            return Point(event.step, envelope.time_unix_s, {"train/skipped": len(self._skipped)})
         elif isinstance(event, StepFinished | EvalFinished):
             if isinstance(event, StepFinished):
                 self._step = event.step
-            return self._point(envelope, event.step, values_of(event))
+            return Point(event.step, envelope.time_unix_s, values_of(event, self._names.__getitem__))
         return None
 
     @property
@@ -69,13 +81,41 @@ class Metrics:
             return "stopped"
         return "finished" if self._step >= self._total_steps >= 0 else "failed"
 
-    def _point(self, envelope: Envelope, step: int, values: dict[str, float]) -> Point:
-        starts, self._starts_attempt = self._starts_attempt, False
-        return Point(step, envelope.time_unix_s, values, starts)
+    def _remember(self, event: Event) -> None:
+        if isinstance(event, RunStarted):  # what came after this step is done again
+            self._skipped = {step for step in self._skipped if step <= event.step}
+        elif isinstance(event, StepSkipped):
+            self._skipped.add(event.step)
+        elif isinstance(event, EvalFinished):
+            for source in event.loss_by_source:
+                self._name(source)
+
+    def _name(self, source: str) -> None:
+        """Give a source the name of its curve: another one than that of every source before it."""
+        if source not in self._names:
+            name = plain_name(source)
+            if name in self._names.values():
+                name += f"-{hashlib.sha256(source.encode()).hexdigest()[:6]}"
+            self._names[source] = name
 
 
-def values_of(event: Event) -> dict[str, float]:
-    """The table of metrics: the values of one event by name, units in the names."""
+def _earlier(run_dir: Path | None, attempt: int) -> Iterator[Event]:
+    """What attempts before this one have on record, in order."""
+    if run_dir is None or attempt <= 0:
+        return
+    found = [envelope for kind in _REMEMBERED for envelope in recorded(run_dir, kind)]
+    for envelope in sorted(found, key=lambda envelope: (envelope.attempt, envelope.time_unix_s)):
+        if envelope.attempt < attempt:
+            yield envelope.event
+
+
+def plain_name(name: str) -> str:
+    """`name` with letters that every sink takes."""
+    return _NOT_IN_NAMES.sub("_", name)
+
+
+def values_of(event: Event, name_of: Callable[[str], str] = plain_name) -> dict[str, float]:
+    """The table of metrics: the values of one event by name, units in the names. `name_of` a source: its curve's."""
     if isinstance(event, StepFinished):
         values = {
             "train/loss": event.loss,
@@ -89,8 +129,9 @@ def values_of(event: Event) -> dict[str, float]:
         }
         return values | {f"time/{phase}_s": seconds for phase, seconds in event.phases_s.items()}
     if isinstance(event, EvalFinished):
-        by_source = {f"eval/loss/{_NOT_IN_NAMES.sub('_', name)}": loss for name, loss in event.loss_by_source.items()}
-        return {"eval/loss": event.loss} | by_source
+        by_source = {f"eval/loss/{name_of(name)}": loss for name, loss in event.loss_by_source.items()}
+        metrics = {f"eval/{plain_name(name)}": value for name, value in event.metrics.items()}
+        return metrics | {"eval/loss": event.loss} | by_source
     return {}
 
 

@@ -50,7 +50,7 @@ def open_sink(run_dir: Path) -> Sink:
     else:
         client.update_run(run_id, status="RUNNING")
     greeting = f"writes run {run_id} to {uri}; `mlflow ui --backend-store-uri {uri}` shows it"
-    return MlflowSink(client, entities.Metric, run_id, _last_step(client, run_id), greeting)
+    return MlflowSink(client, entities.Metric, Written(client, run_id), Metrics(run_dir), greeting)
 
 
 def _run_id(client: Any, run_dir: Path, directory: Path) -> tuple[str, bool]:
@@ -71,27 +71,42 @@ def _params(run_dir: Path) -> Iterator[tuple[str, str]]:
             yield f"{section}.{key}", str(value)[:MAX_VALUE]
 
 
-def _last_step(client: Any, run_id: str) -> int:
-    """The last step that an earlier attempt wrote."""
-    return max((metric.step for metric in client.get_metric_history(run_id, "train/loss")), default=-1)
+class Written:
+    """The values that earlier attempts wrote. Of a metric, they are read when a step of it may be there already."""
+
+    def __init__(self, client: Any, run_id: str) -> None:
+        self.run_id = run_id
+        self._client = client
+        self._values: dict[str, dict[int, float]] = {}
+        self._last_step = max(self.of("train/loss"), default=-1)
+
+    def has(self, name: str, step: int, value: float) -> bool:
+        """Whether this very value is the last one of its step: then there is nothing to add."""
+        return step <= self._last_step and self.of(name).get(step) == value
+
+    def of(self, name: str) -> dict[int, float]:
+        """By step; of several values the latest."""
+        if name not in self._values:
+            history = self._client.get_metric_history(self.run_id, name)
+            self._values[name] = {point.step: point.value for point in sorted(history, key=lambda it: it.timestamp)}
+        return self._values[name]
 
 
 class MlflowSink:
     """Turns rank 0's facts into metrics, sent in batches. `greeting`: where they are to be seen."""
 
-    def __init__(self, client: Any, metric: Any, run_id: str, last_step: int, greeting: str) -> None:
+    def __init__(self, client: Any, metric: Any, written: Written, metrics: Metrics, greeting: str) -> None:
         self.greeting = greeting
-        self._client, self._metric, self._run_id = client, metric, run_id
-        self._last_step = last_step
-        self._metrics = Metrics()
+        self._client, self._metric, self._written, self._metrics = client, metric, written, metrics
+        self._run_id = written.run_id
         self._waiting: list[Any] = []
         self._sent_s = time.monotonic()
         self._is_open = True
 
     def write(self, envelope: Envelope) -> None:
-        """Steps that an earlier attempt wrote are left out: MLflow would keep both values."""
+        """Of a step that is done again, what has another value now follows: MLflow can take none back."""
         point = self._metrics.take(envelope)
-        if point is None or not self._is_open or point.step <= self._last_step:
+        if point is None or not self._is_open:
             return
         self._waiting += self._of(point)
         if len(self._waiting) >= BATCH or time.monotonic() - self._sent_s >= BATCH_S:
@@ -109,6 +124,7 @@ class MlflowSink:
             self._metric(name, value, time_ms, point.step)
             for name, value in point.values.items()
             if math.isfinite(value)  # MLflow would draw infinity as 1.8e308
+            and not self._written.has(name, point.step, value)
         ]
 
     def _send(self) -> None:

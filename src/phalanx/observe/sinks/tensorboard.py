@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.registry import require
-from phalanx.observe.events import Envelope
+from phalanx.observe.events import Envelope, RunStarted
 from phalanx.observe.outlet import Sink
-from phalanx.observe.sinks._metrics import Metrics, Point
+from phalanx.observe.sinks._metrics import Metrics
 
 REQUIRES = ("tensorboard",)
 WRITER, PROTO = "tensorboard.summary.writer.event_file_writer", "tensorboard.compat.proto.event_pb2"
@@ -21,24 +21,24 @@ def open_sink(run_dir: Path) -> Sink:
     needed_for = 'observe.sinks = ["tensorboard"]'
     writers = require(WRITER, extra="tensorboard", needed_for=needed_for)
     events = require(PROTO, extra="tensorboard", needed_for=needed_for)
-    return TensorBoardSink(writers.EventFileWriter(str(run_dir / "tensorboard")), events)
+    return TensorBoardSink(writers.EventFileWriter(str(run_dir / "tensorboard")), events, Metrics(run_dir))
 
 
 class TensorBoardSink:
     """Turns rank 0's facts into scalars. `proto` is tensorboard's module of event messages."""
 
-    def __init__(self, writer: Any, proto: Any) -> None:
-        self._writer = writer
-        self._proto = proto
-        self._metrics = Metrics()
+    def __init__(self, writer: Any, proto: Any, metrics: Metrics) -> None:
+        self._writer, self._proto, self._metrics = writer, proto, metrics
         self._is_open = True
 
     def write(self, envelope: Envelope) -> None:
         point = self._metrics.take(envelope)
-        if point is None or not self._is_open:
+        if not self._is_open:
             return
-        if point.starts_attempt:
-            self._forget_what_is_redone(point)
+        if isinstance(envelope.event, RunStarted) and envelope.rank <= 0:
+            self._forget_what_is_redone(envelope.event, envelope.time_unix_s)
+        if point is None:
+            return
         message = self._proto.Event(wall_time=point.time_unix_s, step=point.step)
         for tag, value in point.values.items():
             message.summary.value.add(tag=tag, simple_value=value)
@@ -49,8 +49,11 @@ class TensorBoardSink:
             self._is_open = False
             self._writer.close()
 
-    def _forget_what_is_redone(self, point: Point) -> None:
-        """At the first step of an attempt, tell TensorBoard to drop what an earlier one wrote from here on."""
-        message = self._proto.Event(wall_time=point.time_unix_s, step=point.step)
+    def _forget_what_is_redone(self, started: RunStarted, time_unix_s: float) -> None:
+        """Tell TensorBoard to drop what an earlier attempt wrote of the steps from here on.
+
+        The step that is continued from stands, whatever comes first now: its evaluation, perhaps.
+        """
+        message = self._proto.Event(wall_time=time_unix_s, step=started.step + 1)
         message.session_log.status = self._proto.SessionLog.START
         self._writer.add_event(message)

@@ -65,7 +65,7 @@ def open_sink(run_dir: Path) -> Sink:
             raise
         wandb.teardown()
         run, why = _start(wandb, run_dir, run_id, "offline"), f"offline, since the server cannot be used: {error}"
-    return WandbSink(run, f"{_place(run, directory)} ({why})")
+    return WandbSink(run, Metrics(run_dir), f"{_place(run, directory)} ({why})")
 
 
 def mode_of(environ: Mapping[str, str]) -> tuple[str, str]:
@@ -128,10 +128,9 @@ def _fresh_id() -> str:
 class WandbSink:
     """Turns rank 0's facts into rows of wandb's history. `greeting`: where they are to be seen."""
 
-    def __init__(self, run: Any, greeting: str) -> None:
+    def __init__(self, run: Any, metrics: Metrics, greeting: str) -> None:
         self.greeting = greeting
-        self._run = run
-        self._metrics = Metrics()
+        self._run, self._metrics = run, metrics
         self._is_open = True
 
     def write(self, envelope: Envelope) -> None:

@@ -1,0 +1,130 @@
+"""Whole tensors by name as bits, one at a time, wherever they lie: what exports and imports read. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.checkpoint.shard_file import DTYPES, parse_header
+from phalanx.core.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MAX_HEADER_BYTES = 100 << 20
+MAX_INDEX_BYTES = 64 << 20
+_TORCH_NAMES = {theirs: ours for ours, (theirs, _) in DTYPES.items()}
+
+Bits = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Described:
+    """A tensor without its values. `dtype` is torch's name."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype][1]
+
+
+class Bag(Protocol):
+    """Tensors by name. `load` gives one's bits, as unsigned integers of its element's size."""
+
+    @property
+    def where(self) -> str: ...
+
+    @property
+    def tensors(self) -> Mapping[str, Described]: ...
+
+    def load(self, name: str) -> Bits: ...
+
+
+def bits_type(dtype: str) -> np.dtype[Any]:
+    """The unsigned integer that holds one element of torch's `dtype`."""
+    return np.dtype(f"u{DTYPES[dtype][1]}")
+
+
+class SafetensorsBag:
+    """Safetensors files. Nothing is verified (they have no checksums), everything is bounded by the files' sizes."""
+
+    def __init__(self, where: str, files: Iterable[Path]) -> None:
+        self.where = where
+        self.tensors: dict[str, Described] = {}
+        self._places: dict[str, tuple[Path, int]] = {}
+        for path in files:
+            self._open(path)
+
+    def load(self, name: str) -> Bits:
+        described = self.tensors[name]
+        path, start = self._places[name]
+        if not math.prod(described.shape):
+            return np.empty(described.shape, bits_type(described.dtype))
+        try:
+            return np.memmap(path, bits_type(described.dtype), "r", start, described.shape)
+        except (OSError, ValueError) as error:
+            raise _unreadable(path, str(error)) from None
+
+    def _open(self, path: Path) -> None:
+        try:
+            num_bytes = path.stat().st_size
+            with open(path, "rb") as file:
+                (length,) = struct.unpack("<Q", file.read(8))
+                if length > min(MAX_HEADER_BYTES, num_bytes - 8):
+                    raise ValueError("its header is longer than the file")
+                entries = dict(parse_header(file.read(length), 8 + length, num_bytes))
+        except OSError as error:
+            raise _unreadable(path, error.strerror or str(error)) from None
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error) as error:
+            raise CheckpointError("not a safetensors file", where=str(path), why=str(error)) from None
+        for name, entry in entries.items():
+            if name in self.tensors:
+                raise CheckpointError(f"{name} is in more than one file", where=str(path))
+            self.tensors[name] = Described(entry.shape, _TORCH_NAMES[entry.dtype])
+            self._places[name] = (path, entry.start)
+
+
+def open_safetensors(source: Path) -> SafetensorsBag:
+    """A .safetensors file, or a directory of them, with an index or without. Raises CheckpointError."""
+    if source.is_file():
+        return SafetensorsBag(str(source), [source])
+    if (source / INDEX).is_file():
+        return SafetensorsBag(str(source), _indexed(source))
+    files = sorted(source.glob("*.safetensors"))
+    if (source / SINGLE) in files:
+        files = [source / SINGLE]
+    if not files:
+        raise CheckpointError("no .safetensors file is in it", where=str(source))
+    return SafetensorsBag(str(source), files)
+
+
+def _indexed(source: Path) -> list[Path]:
+    """The files that the index names. One that is missing is told with a tensor that is in it."""
+    try:
+        if (source / INDEX).stat().st_size > MAX_INDEX_BYTES:
+            raise ValueError("it is too large to be one")
+        weight_map: dict[str, str] = dict(json.loads((source / INDEX).read_bytes())["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError("the index cannot be read", where=str(source / INDEX), why=str(error)) from None
+    holders = {file: name for name, file in weight_map.items()}
+    for file, name in holders.items():
+        if not re.fullmatch(r"[A-Za-z0-9._-]{1,255}", str(file)) or str(file).startswith("."):
+            raise CheckpointError(f"the index names the file {file!r}", where=str(source / INDEX))
+        if not os.path.isfile(source / file):
+            raise CheckpointError(f"{file} is missing", where=str(source), why=f"it holds {name}")
+    return sorted(source / file for file in holders)
+
+
+def _unreadable(path: Path, why: str) -> CheckpointError:
+    return CheckpointError("a file of weights cannot be read", where=str(path), why=why)

@@ -1,0 +1,141 @@
+"""Hugging Face's families as data: job/presets/names/*.toml says what their tensors and settings are called."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from phalanx.core.errors import LayoutError, did_you_mean
+
+PLACES = {"layer": r"(?P<layer>\d+)", "expert": r"(?P<expert>\d+)", "part": r"(?P<part>weight|bias)"}
+
+
+@dataclass(frozen=True)
+class NameRule:
+    """One tensor of theirs: ours stacked along the first dimension, then turned, then with dimensions of 1 in front."""
+
+    theirs: str
+    ours: tuple[str, ...]
+    transposed: bool = False
+    ones: int = 0
+
+    def their_name(self, our_name: str) -> str | None:
+        """What they call the tensor that holds `our_name`; None if the rule is not about it."""
+        for pattern in self.ours:
+            if (found := _match(pattern, our_name)) is not None:
+                return _filled(self.theirs, found)
+        return None
+
+    def our_names(self, their_name: str) -> list[str]:
+        """What is in their tensor, in its order; nothing if the rule is not about it."""
+        found = _match(self.theirs, their_name)
+        return [_filled(pattern, found) for pattern in self.ours] if found is not None else []
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a file of names says. `always` are keys of ModelShape, `required`, `written` and `defaults` keys of theirs.
+
+    `also`: other names that config.json may have for a key of theirs.
+    """
+
+    model_type: str
+    architecture: str
+    widths: Mapping[str, str]
+    activation: str
+    rules: tuple[NameRule, ...]
+    always: Mapping[str, Any]
+    required: Mapping[str, Any]
+    written: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+    also: Mapping[str, str]
+    prefix: str = "model."
+    rope: str = ""
+    window: str = ""
+    scores_by: str = ""
+    biases: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    heads_divide_dim: bool = False
+
+    @property
+    def is_gated(self) -> bool:
+        """True if its feed-forwards have three matrices."""
+        return any(".gate." in ours for rule in self.rules for ours in rule.ours)
+
+    @property
+    def auto_class(self) -> str:
+        """The class of transformers that opens it."""
+        return "AutoModelForImageClassification" if self.always.get("kind") == "vit" else "AutoModelForCausalLM"
+
+
+def list_families() -> list[Family]:
+    """All of them; what a more special one can say, an earlier one says more simply."""
+    order = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3", "gpt2")
+    names = sorted(_texts(), key=lambda name: (order.index(name) if name in order else len(order), name))
+    return [_family(name) for name in names]
+
+
+def family_of(model_type: str) -> Family:
+    """The family that config.json means. Raises LayoutError with what is known."""
+    known = {family.model_type: family for family in list_families()}
+    if model_type not in known:
+        raise LayoutError(
+            f"models of type {model_type!r} cannot be imported",
+            why=f"known: {', '.join(known)}",
+            fix=did_you_mean(model_type, list(known)) or None,
+        )
+    return known[model_type]
+
+
+@cache
+def _texts() -> dict[str, str]:
+    folder = resources.files("phalanx.job.presets") / "names"
+    return {
+        file.name.removesuffix(".toml"): file.read_text(encoding="utf-8")
+        for file in folder.iterdir()
+        if file.name.endswith(".toml")
+    }
+
+
+@cache
+def _family(name: str) -> Family:
+    table = _table(name)
+    rules = []
+    for theirs, ours in table.pop("tensors").items():
+        told = {"ours": [ours]} if isinstance(ours, str) else ours
+        rules.append(NameRule(theirs, tuple(told["ours"]), told.get("transposed", False), told.get("ones", 0)))
+    lists = {key: tuple(table.pop(key)) for key in ("biases", "ignored") if key in table}
+    maps = {key: table.pop(key, {}) for key in ("widths", "always", "required", "written", "defaults", "also")}
+    maps["required"] = {key: None if value == "none" else value for key, value in maps["required"].items()}
+    return Family(rules=tuple(rules), **maps, **lists, **table)
+
+
+def _table(name: str) -> dict[str, Any]:
+    """A file with what it takes over from another one: sections are merged, all else replaced."""
+    table = tomllib.loads(_texts()[name])
+    if "same_as" not in table:
+        return table
+    base = _table(table.pop("same_as"))
+    for key, value in table.items():
+        base[key] = {**base.get(key, {}), **value} if isinstance(value, dict) else value
+    return base
+
+
+@cache
+def _pattern(text: str) -> re.Pattern[str]:
+    parts = re.split(r"\{(\w+)\}", text)
+    return re.compile("".join(PLACES[part] if odd % 2 else re.escape(part) for odd, part in enumerate(parts)))
+
+
+def _match(pattern: str, name: str) -> dict[str, str] | None:
+    found = _pattern(pattern).fullmatch(name)
+    return found.groupdict() if found else None
+
+
+def _filled(pattern: str, places: Mapping[str, str]) -> str:
+    return pattern.format_map(places)

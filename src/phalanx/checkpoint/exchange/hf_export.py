@@ -1,0 +1,170 @@
+"""A checkpoint as transformers opens it: safetensors, config.json, the tokenizer. One tensor is in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from phalanx.checkpoint.exchange.bags import INDEX, SINGLE, Bag, Bits, Described
+from phalanx.checkpoint.exchange.families import family_of
+from phalanx.checkpoint.exchange.new_directory import copy_file, new_directory
+from phalanx.checkpoint.exchange.settings import config_of_shape
+from phalanx.checkpoint.exchange.translate import Made, to_theirs
+from phalanx.checkpoint.fit import MisfitError, Wanted, find_misfits
+from phalanx.checkpoint.shard_file import Bytes, Source, write_stream
+from phalanx.core.disk import Disk, write_json_durably
+from phalanx.job.shape import ModelShape
+from phalanx.job.tensors import tensor_shapes
+
+CONFIG = "config.json"
+METADATA = {"format": "pt"}  # which transformers asks for
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written; sizes in bytes."""
+
+    architecture: str
+    auto_class: str
+    files: tuple[str, ...]
+    dtype: str
+    num_tensors: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What goes beside the weights: settings on top of config.json's, and files to copy under their names."""
+
+    settings: Mapping[str, Any]
+    files: Mapping[str, Path]
+    texts: Mapping[str, Any]
+    """JSON files by name."""
+    max_positions: int = 0
+    """The longest sequence that the model was trained on."""
+
+
+def export_hugging_face(
+    weights: Bag,
+    shape: ModelShape,
+    out: Path,
+    *,
+    shard_bytes: int,
+    dtype: str | None = None,
+    extras: Extras | None = None,
+    progress: Progress = lambda done, total: None,
+) -> Exported:
+    """Write the directory `out`. `dtype` (torch's name): what weights are rounded to; None leaves them as they are.
+
+    Raises LayoutError if transformers has no model that computes this one, MisfitError if the weights are not those of
+    `shape`, UsageError if `out` is there, ResourceError if it cannot be written.
+    """
+    extras = extras or Extras({}, {}, {})
+    config = config_of_shape(shape, max_positions=extras.max_positions, more=extras.settings)
+    family = family_of(config["model_type"])
+    shapes = tensor_shapes(shape)
+    _require_weights_of(shapes, weights)
+    made = [_rounded(tensor, dtype) for tensor in to_theirs(family, shapes, weights)]
+    dtypes = {tensor.described.dtype for tensor in made}
+    config["dtype"] = config["torch_dtype"] = dtypes.pop() if len(dtypes) == 1 else "float32"
+    total = sum(tensor.described.num_bytes for tensor in made)
+    with new_directory(out) as partial_out:
+        files = _write_shards(partial_out, made, shard_bytes, lambda done: progress(done, total))
+        for name, value in {CONFIG: config, **extras.texts}.items():
+            write_json_durably(Disk(), partial_out / name, value)
+        for name, path in extras.files.items():
+            copy_file(path, partial_out / name)
+    names = (*files, CONFIG, *extras.texts, *extras.files)
+    return Exported(family.architecture, family.auto_class, names, config["dtype"], len(made), total)
+
+
+def _require_weights_of(shapes: Mapping[str, tuple[int, ...]], weights: Bag) -> None:
+    misfits = find_misfits({name: Wanted(shape) for name, shape in shapes.items()}, weights.tensors)
+    if misfits:
+        raise MisfitError(
+            "the checkpoint does not hold the weights of this run's model",
+            misfits,
+            where=weights.where,
+            fix="a model with tensors of your own cannot be exported",
+        )
+
+
+def _rounded(tensor: Made, dtype: str | None) -> Made:
+    old = tensor.described.dtype
+    if dtype is None or old == dtype or not old.startswith(("float", "bfloat")):
+        return tensor
+
+    def load() -> Bits:
+        from phalanx.checkpoint.exchange.casts import cast_bits
+
+        return cast_bits(tensor.load(), old, dtype)
+
+    return replace(tensor, described=Described(tensor.described.shape, dtype), load=load)
+
+
+def _write_shards(
+    directory: Path, tensors: Sequence[Made], shard_bytes: int, progress: Callable[[int], None]
+) -> list[str]:
+    """One file, or several and an index. Returns their names."""
+    shards = list(_packed(tensors, shard_bytes))
+    many = len(shards) > 1
+    names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" if many else SINGLE for n in range(1, len(shards) + 1)]
+    done = 0
+    for name, shard in zip(names, shards, strict=True):
+        sources = []
+        for tensor in shard:
+            done += tensor.described.num_bytes
+            sources.append(as_source(tensor, tensor.name, partial(progress, done)))
+        write_file(directory / name, sources)
+    if many:
+        weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        index = {"metadata": {"total_size": done}, "weight_map": weight_map}
+        write_json_durably(Disk(), directory / INDEX, index)
+        names.append(INDEX)
+    return names
+
+
+def _packed(tensors: Sequence[Made], shard_bytes: int) -> Iterator[list[Made]]:
+    """In order, as many as fit; a tensor that is larger has a file of its own."""
+    shard: list[Made] = []
+    held = 0
+    for tensor in tensors:
+        if shard and held + tensor.described.num_bytes > shard_bytes:
+            yield shard
+            shard, held = [], 0
+        shard.append(tensor)
+        held += tensor.described.num_bytes
+    yield shard
+
+
+def as_source(tensor: Made, key: str, before: Callable[[], None]) -> Source:
+    """What a safetensors file is written from; `before` is called when the tensor's turn comes."""
+
+    def load() -> Bytes:
+        before()
+        return as_bytes(tensor.load())
+
+    return Source(key, tensor.described.dtype, tensor.described.shape, load)
+
+
+def as_bytes(bits: Bits) -> Bytes:
+    """In C order."""
+    import numpy as np
+
+    found: Bytes = np.ascontiguousarray(bits).reshape(-1).view(np.uint8)
+    return found
+
+
+def write_file(path: Path, sources: Sequence[Source]) -> None:
+    """A safetensors file with the metadata that transformers asks for, durably. Raises OSError."""
+    file = Disk().create(path)
+    try:
+        write_stream(file, sources, metadata=METADATA)
+        file.sync()
+    finally:
+        file.close()

@@ -1,0 +1,54 @@
+"""A directory that comes into being as a whole: what is written into it is hidden until all of it is durable."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from phalanx.core.disk import Disk, make_directories, remove_tree, write_bytes_durably
+from phalanx.core.errors import UsageError
+from phalanx.core.files import resource_error
+
+
+@contextmanager
+def new_directory(out: Path, disk: Disk | None = None) -> Iterator[Path]:
+    """Yields a hidden directory beside `out`, which becomes `out` if the body succeeds and is gone if not.
+
+    Raises UsageError if `out` is there and not empty, ResourceError if it cannot be written.
+    """
+    disk = disk or Disk()
+    refuse_old(out)
+    partial = out.parent / f".{out.name}.{secrets.token_hex(4)}.partial"
+    try:
+        make_directories(disk, out.absolute().parent)
+        disk.make_directory(partial)
+        yield partial
+        disk.sync_directory(partial)
+        refuse_old(out)
+        with suppress(FileNotFoundError):
+            disk.remove_directory(out)
+        disk.rename(partial, out)
+        disk.sync_directory(out.absolute().parent)
+    except OSError as error:
+        raise resource_error(error, "writing", out) from None
+    finally:
+        with suppress(OSError):
+            remove_tree(disk, partial)
+
+
+def refuse_old(out: Path) -> None:
+    """Raise UsageError unless there is nothing at `out`, or an empty directory."""
+    try:
+        is_free = not out.exists() and not out.is_symlink() if not out.is_dir() else not os.listdir(out)
+    except OSError as error:
+        raise resource_error(error, "opening", out) from None
+    if not is_free:
+        raise UsageError("something is there already", where=str(out), fix="choose another --out, or remove it")
+
+
+def copy_file(source: Path, target: Path, disk: Disk | None = None) -> None:
+    """A small file, durably."""
+    write_bytes_durably(disk or Disk(), target, source.read_bytes())

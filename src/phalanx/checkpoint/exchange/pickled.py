@@ -1,0 +1,82 @@
+"""Pickled weights, read in a process of their own, and only when the user says that they trust them. Torch-free.
+
+Unpickling runs what the file says: torch's weights_only narrows that and has been got around before (CVE-2025-32434).
+So nothing of phalanx unpickles but the process that this starts. It has no credentials in its environment and leaves
+safetensors, which are then read like anybody's; it is no sandbox.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from phalanx.checkpoint.exchange.bags import SafetensorsBag, open_safetensors
+from phalanx.core.errors import CheckpointError
+
+READER = "phalanx.checkpoint.exchange.unpickle"
+_KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR", "SYSTEMROOT", "VIRTUAL_ENV")
+
+
+@dataclass(frozen=True)
+class Unpickled:
+    """`num_skipped` things in it were no tensors; `ran_code`: torch could not read it as mere weights."""
+
+    bag: SafetensorsBag
+    num_skipped: int
+    ran_code: bool
+
+
+def refuse_pickle(source: Path) -> CheckpointError:
+    return CheckpointError(
+        "it is pickled, and reading it can run any program that somebody put into it",
+        where=str(source),
+        fix="give --trust-pickle if you know where it comes from",
+    )
+
+
+@contextmanager
+def unpickled(source: Path, *, beside: Path) -> Iterator[Unpickled]:
+    """The tensors of a torch.save file, of a directory of pytorch_model*.bin, or of a DCP directory.
+
+    They are written to a temporary directory `beside` the result, which is gone afterwards. Raises CheckpointError.
+    """
+    try:
+        beside.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=beside, prefix=".unpickled-") as folder:
+            answer = _read(source.absolute(), Path(folder))
+            bag = open_safetensors(Path(folder))
+            yield Unpickled(bag, int(answer["num_skipped"]), bool(answer["ran_code"]))
+    except OSError as error:
+        raise CheckpointError("it cannot be read", where=str(source), why=str(error)) from None
+
+
+def _read(source: Path, folder: Path) -> dict[str, object]:
+    environment = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(
+        [sys.executable, "-m", READER, str(source), str(folder)],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    try:
+        answer = json.loads(lines[-1])
+        if done.returncode == 0 and isinstance(answer, dict):
+            return answer
+    except (ValueError, IndexError):
+        pass
+    told = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    why = told[-1][:300] if told else f"the process that read it ended with {done.returncode}"
+    raise CheckpointError("it cannot be read", where=str(source), why=why)

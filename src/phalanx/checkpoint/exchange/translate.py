@@ -1,0 +1,116 @@
+"""One family's tensors in the other's names and orientation, either way, one tensor at a time. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+
+import numpy as np
+
+from phalanx.checkpoint.exchange.bags import Bag, Bits, Described
+from phalanx.checkpoint.exchange.families import Family, NameRule
+from phalanx.job.tensors import Shape
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor under its new name. `load` makes its bits when its turn comes."""
+
+    name: str
+    described: Described
+    load: Callable[[], Bits]
+
+
+def to_theirs(family: Family, shapes: Mapping[str, Shape], ours: Bag) -> list[Made]:
+    """Every tensor of `shapes` as transformers keeps it. `ours` must hold them all in these shapes."""
+    groups: dict[str, tuple[NameRule, list[str]]] = {}
+    for name in shapes:
+        for rule in family.rules:
+            if theirs := rule.their_name(name):
+                groups.setdefault(theirs, (rule, rule.our_names(theirs)))
+                break
+        else:
+            raise AssertionError(f"{family.model_type} has no name for {name}")
+    return [_stacked(theirs, rule, names, ours) for theirs, (rule, names) in groups.items()]
+
+
+def _stacked(theirs: str, rule: NameRule, names: list[str], ours: Bag) -> Made:
+    parts = [ours.tensors[name] for name in names]
+    shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+    described = Described(_their_shape(rule, shape), parts[0].dtype)
+
+    def load() -> Bits:
+        whole = ours.load(names[0]) if len(names) == 1 else np.concatenate([ours.load(name) for name in names])
+        return (whole.T if rule.transposed else whole).reshape(described.shape)
+
+    return Made(theirs, described, load)
+
+
+def _their_shape(rule: NameRule, shape: Shape) -> Shape:
+    turned = tuple(reversed(shape)) if rule.transposed else tuple(shape)
+    return (1,) * rule.ones + turned
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a directory of theirs holds in our words. `unknown` are names of theirs that mean nothing to us."""
+
+    tensors: dict[str, Made]
+    unknown: dict[str, Described]
+    tied_heads: tuple[str, ...]
+
+
+def to_ours(family: Family, shapes: Mapping[str, Shape], theirs: Bag) -> Found:
+    """Every tensor of theirs, cut and turned into ours. Whether they are those of `shapes` is for the caller to ask."""
+    found: dict[str, Made] = {}
+    unknown: dict[str, Described] = {}
+    tied: list[str] = []
+    for name, described in theirs.tensors.items():
+        if is_ignored(family, name):
+            continue
+        rule, ours = _rule_for(family, name)
+        if rule is None:
+            unknown[name] = described
+        elif ours == ["head.weight"] and "head.weight" not in shapes:
+            tied.append(name)
+        else:
+            found.update((made.name, made) for made in _cut(name, rule, ours, shapes, theirs))
+    return Found(found, unknown, tuple(tied))
+
+
+def _rule_for(family: Family, name: str) -> tuple[NameRule | None, list[str]]:
+    """The rule about `name`, which may lack the prefix: bases without a head are saved so."""
+    for candidate in (name, family.prefix + name):
+        for rule in family.rules:
+            if ours := rule.our_names(candidate):
+                return rule, ours
+    return None, []
+
+
+def is_ignored(family: Family, name: str) -> bool:
+    """Buffers that old releases saved."""
+    inner = name.removeprefix(family.prefix)
+    return inner.endswith(".rotary_emb.inv_freq") or any(fnmatchcase(inner, pattern) for pattern in family.ignored)
+
+
+def _cut(name: str, rule: NameRule, ours: list[str], shapes: Mapping[str, Shape], theirs: Bag) -> Iterable[Made]:
+    """The tensors of ours in one of theirs. Lengths are those of `shapes`; what does not add up keeps its own shape."""
+    described = theirs.tensors[name]
+    inner = described.shape[rule.ones :] if set(described.shape[: rule.ones]) <= {1} else described.shape
+    whole = tuple(reversed(inner)) if rule.transposed else inner
+    lengths = [shapes[our][0] if our in shapes else 0 for our in ours]
+    fits = len(ours) > 1 and bool(whole) and sum(lengths) == whole[0]
+    start = 0
+    for our, length in zip(ours, lengths, strict=True):
+        shape = (length, *whole[1:]) if fits else whole
+        rows = slice(start, start + length) if fits else slice(None)
+        yield Made(our, Described(shape, described.dtype), partial(_turned, theirs, name, rule, whole, rows))
+        start += length
+
+
+def _turned(theirs: Bag, name: str, rule: NameRule, whole: Shape, rows: slice) -> Bits:
+    bits = theirs.load(name)
+    turned = bits.reshape(whole[::-1]).T if rule.transposed else bits.reshape(whole)
+    return turned[rows] if whole else turned

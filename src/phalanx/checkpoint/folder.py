@@ -1,0 +1,125 @@
+"""One checkpoint as a flat folder of files that can be read by ranges, wherever it lies. Torch-free."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+STEP_NAME = re.compile(r"step-(\d+)")
+
+
+class RangeReader(Protocol):
+    """An open file of a checkpoint. Raises OSError."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` from byte `offset`; EOFError if the file ends before."""
+
+    def close(self) -> None: ...
+
+
+class Folder(Protocol):
+    """A checkpoint's files. Every method raises OSError (FileNotFoundError for what is not there)."""
+
+    @property
+    def name(self) -> str:
+        """The last part of where it is: "step-400"."""
+
+    @property
+    def url(self) -> str:
+        """Where it is, for people and for opening it again: a path, or a URL. Holds no credentials."""
+
+    @property
+    def step(self) -> int:
+        """The step in its name; -1 for a folder that is named otherwise."""
+
+    def sizes(self) -> dict[str, int]:
+        """The bytes of every file in it, whether a manifest lists it or not."""
+
+    def where(self, name: str) -> str:
+        """A file of it in words of an error message."""
+
+    def read(self, name: str) -> bytes:
+        """A whole (small) file."""
+
+    def open(self, name: str) -> RangeReader: ...
+
+    def written_unix_s(self) -> float:
+        """When its manifest was written."""
+
+
+@dataclass(frozen=True)
+class LocalFolder:
+    """A directory."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def url(self) -> str:
+        return str(self.path)
+
+    @property
+    def step(self) -> int:
+        match = STEP_NAME.fullmatch(self.path.name)
+        return int(match[1]) if match else -1
+
+    def sizes(self) -> dict[str, int]:
+        return {entry.name: entry.stat(follow_symlinks=False).st_size for entry in os.scandir(self.path)}
+
+    def where(self, name: str) -> str:
+        return str(self.path / name)
+
+    def read(self, name: str) -> bytes:
+        return (self.path / name).read_bytes()
+
+    def open(self, name: str) -> RangeReader:
+        return _LocalReader(self.path / name)
+
+    def written_unix_s(self) -> float:
+        return os.stat(self.path / "manifest.json").st_mtime
+
+
+class _LocalReader:
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    @property
+    def num_bytes(self) -> int:
+        return os.fstat(self._fd).st_size
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(buffer):
+            count = os.preadv(self._fd, [buffer[done:]], offset + done)
+            if count == 0:
+                raise EOFError
+            done += count
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def as_folder(place: Folder | Path) -> Folder:
+    """A path is a directory on this machine."""
+    return LocalFolder(place) if isinstance(place, Path) else place
+
+
+def place_in_run(folder: Folder, run_dir: Path) -> str:
+    """Where a checkpoint is, as a run's files say it: relative to the run directory, or the URL of one elsewhere."""
+    if isinstance(folder, LocalFolder) and folder.path.is_relative_to(run_dir):
+        return str(folder.path.relative_to(run_dir))
+    return folder.url
+
+
+def full_place(run_dir: Path, place: str) -> str:
+    """What `place_in_run` said, for whoever stands elsewhere."""
+    return place if "://" in place else str(run_dir / place)

@@ -1,0 +1,93 @@
+"""Memory for one copy of what a rank writes: training changes its tensors while a thread writes the copy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from phalanx.mesh.logical import Box, LogicalShard
+
+_ALIGNMENT = 64  # bytes
+
+
+class Staging:
+    """One block of host memory, pinned where copies come from a GPU, kept from save to save.
+
+    Nothing is allocated before the first copy, and nothing again while the state keeps its size.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._memory.numel()
+
+    def reserve(self, shards: Mapping[str, LogicalShard]) -> None:
+        """Make room for the blocks of `shards`. Raises MemoryError."""
+        needed = sum(_aligned(_part_bytes(shard)) for shard in shards.values())
+        if needed == self.num_bytes:
+            return
+        self.release()  # never two of them
+        try:
+            self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        except RuntimeError as error:
+            raise MemoryError(str(error).splitlines()[0]) from None
+
+    def release(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    @torch.no_grad()
+    def copy(self, shards: Mapping[str, LogicalShard]) -> dict[str, LogicalShard]:
+        """The same blocks in memory that training does not touch, until the next copy. `reserve` comes before.
+
+        What has no blocks has no storage either: nobody can read by mistake what is still being changed.
+        """
+        staged, place = {}, 0
+        for name, shard in shards.items():
+            if not shard.boxes:
+                staged[name] = replace(shard, tensor=torch.empty(0, dtype=shard.tensor.dtype))
+                continue
+            source, boxes = _part(shard)
+            num_bytes = source.numel() * source.element_size()
+            target = self._memory[place : place + num_bytes].view(source.dtype).view(source.shape)
+            target.copy_(source, non_blocking=True)
+            staged[name] = replace(shard, tensor=target, boxes=boxes)
+            place += _aligned(num_bytes)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return staged
+
+
+def _part(shard: LogicalShard) -> tuple[torch.Tensor, tuple[Box, ...]]:
+    """The least block of the local tensor that holds all boxes, and where they stand in it."""
+    low, high = _bounds(shard)
+    part = shard.tensor[tuple(slice(begin, end) for begin, end in zip(low, high, strict=True))]
+    boxes = tuple(
+        replace(box, local_offset=tuple(o - begin for o, begin in zip(box.local_offset, low, strict=True)))
+        for box in shard.boxes
+    )
+    return part, boxes
+
+
+def _bounds(shard: LogicalShard) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    dims = range(len(shard.global_shape))
+    low = tuple(min(box.local_offset[d] for box in shard.boxes) for d in dims)
+    high = tuple(max(box.local_offset[d] + box.size[d] for box in shard.boxes) for d in dims)
+    return low, high
+
+
+def _part_bytes(shard: LogicalShard) -> int:
+    if not shard.boxes:
+        return 0
+    volume = shard.tensor.element_size()
+    for begin, end in zip(*_bounds(shard), strict=True):
+        volume *= end - begin
+    return volume
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,219 @@
+"""A file system of fsspec as this project wants it: bounded retries, said; errors in one line, without secrets."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from phalanx.checkpoint.chunks import StoredFile
+from phalanx.core.disk import DiskFile
+from phalanx.core.errors import CheckpointError, EnvironmentProblem
+from phalanx.core.secrets import Redactor
+
+T = TypeVar("T")
+Say = Callable[[str], None]
+
+_LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError)
+_READING = ("reading", "looking at")
+_LASTING_NAMES = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "ParamValidationError")
+# Of the libraries: they give up soon, because here every request is made again. 30 s without a byte is a dead connection.
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 30, "retries": {"max_attempts": 1}}}
+}
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How often a request is made, and how long is waited before the second time; twice as long before each more."""
+
+    attempts: int = 4
+    first_wait_s: float = 0.5
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A folder somewhere. Keys are paths below it.
+
+    Every method raises CheckpointError, or FileNotFoundError for what is not there.
+    """
+
+    fs: Any
+    protocol: str
+    root: str
+    say: Say = field(compare=False)
+    patience: Patience = field(compare=False)
+
+    def url(self, key: str = "") -> str:
+        """Where a key is, for people, without user and password."""
+        path = self._path(key)
+        return _redacted(f"{self.protocol}://{path.lstrip('/') if self.protocol != 'file' else path}")
+
+    def list(self, key: str = "") -> dict[str, int]:
+        """Every file below a folder, by its path relative to it, with its bytes."""
+        base = self._path(key).rstrip("/")
+
+        def find() -> dict[str, Any]:
+            try:
+                return dict(self.fs.find(base, detail=True))
+            except FileNotFoundError:
+                return {}
+
+        found = self._patiently("listing", key, find)
+        sizes = {self._relative(path, base): int(info["size"]) for path, info in found.items()}
+        return {path: size for path, size in sizes.items() if path}
+
+    def size(self, key: str) -> int:
+        return int(self._patiently("looking at", key, lambda: self.fs.info(self._path(key)))["size"])
+
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        return self._patiently("reading", key, lambda: bytes(self.fs.cat_file(self._path(key), start=start, end=stop)))
+
+    def modified_unix_s(self, key: str) -> float:
+        try:
+            return float(self.fs.modified(self._path(key)).timestamp())
+        except Exception:  # a file system without times
+            return 0.0
+
+    def put(self, key: str, data: bytes) -> None:
+        """In one request: the object is there as a whole, or not."""
+        self._patiently("writing", key, lambda: self._put(key, data))
+
+    def _put(self, key: str, data: bytes) -> None:
+        self._make_folder(key)
+        self.fs.pipe_file(self._path(key), data)
+
+    def copy(self, source: str, target: str) -> bool:
+        """False where the store does not copy."""
+        try:
+            self._make_folder(target)
+            self._patiently("copying", source, lambda: self.fs.cp_file(self._path(source), self._path(target)))
+        except (CheckpointError, OSError) as error:
+            self.say(f"{self.url(source)} is sent again, because the store did not copy it: {error}")
+            return False
+        return True
+
+    def remove(self, key: str) -> None:
+        """Nothing happens if it is not there."""
+
+        def remove() -> None:
+            with suppress(FileNotFoundError):
+                self.fs.rm_file(self._path(key))
+
+        self._patiently("removing", key, remove)
+
+    def remove_empty(self, key: str) -> None:
+        """A folder's own entry, where the file system has one."""
+        with suppress(Exception):
+            self.fs.rmdir(self._path(key))
+
+    def write(self, key: str, produce: Callable[[DiskFile], StoredFile], *, block_bytes: int) -> StoredFile:
+        """An object from a stream; from its beginning again if that breaks."""
+        return self._patiently("writing", key, lambda: self._write(key, produce, block_bytes))
+
+    def _write(self, key: str, produce: Callable[[DiskFile], StoredFile], block_bytes: int) -> StoredFile:
+        self._make_folder(key)
+        file = self.fs.open(self._path(key), "wb", block_size=block_bytes)
+        try:
+            stored = produce(_Upload(file))
+            file.close()
+        except BaseException:
+            _abandon(file)
+            raise
+        return stored
+
+    def _make_folder(self, key: str) -> None:
+        """Object stores have none; file systems behind a URL do."""
+        if self.protocol in ("file", "local") or getattr(self.fs, "local_file", False):
+            self.fs.makedirs(self._path(key).rpartition("/")[0], exist_ok=True)
+
+    def _path(self, key: str) -> str:
+        return f"{self.root}/{key}" if key else self.root
+
+    def _relative(self, path: str, base: str) -> str:
+        return path.lstrip("/").removeprefix(base.lstrip("/")).lstrip("/")
+
+    def _patiently(self, doing: str, key: str, call: Callable[[], T]) -> T:
+        """`call` until it succeeds, as often as patience says; then CheckpointError with what went wrong last."""
+        wait_s = self.patience.first_wait_s
+        for attempt in range(1, self.patience.attempts + 1):
+            try:
+                return call()
+            except CheckpointError:
+                raise
+            except Exception as error:  # stores have errors of their own, of no common class
+                if isinstance(error, FileNotFoundError) and doing in _READING:
+                    raise
+                why = _redacted(f"{type(error).__name__}: {error}")
+                lasting = _is_lasting(error)
+                if lasting or attempt == self.patience.attempts:
+                    tried = "" if lasting else f", tried {attempt} times"
+                    raise CheckpointError(
+                        f"failed while {doing} it{tried}",
+                        where=self.url(key),
+                        why=why,
+                        fix="look at the store, its address and the credentials in the environment",
+                    ) from None
+                self.say(f"{doing} {self.url(key)} failed and is tried again in {wait_s:g} s: {why}")
+                time.sleep(wait_s)
+                wait_s *= 2
+        raise AssertionError("unreachable")
+
+
+class _Upload:
+    """An object that is being sent. It is there once the file is closed."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def write(self, data: bytes | memoryview) -> None:
+        """In parts: some file systems of fsspec copy what they are given as a whole, and some only take bytes."""
+        view = memoryview(data)
+        for begin in range(0, len(view), 1 << 22):
+            self._file.write(bytes(view[begin : begin + (1 << 22)]))
+
+    def sync(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def _abandon(file: Any) -> None:
+    """End an upload without finishing it, so that no part of it stays and its finalizer sends nothing."""
+    with suppress(Exception):
+        file.discard()
+    with suppress(Exception):
+        file.closed = True
+
+
+def _is_lasting(error: Exception) -> bool:
+    """True where asking again cannot help."""
+    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return is_full or isinstance(error, _LASTING) or type(error).__name__ in _LASTING_NAMES
+
+
+def open_remote(url: str, *, say: Say, patience: Patience) -> Remote:
+    """Raises EnvironmentProblem if a library is missing, CheckpointError for a URL that nothing opens."""
+    import fsspec
+
+    protocol = url.partition("://")[0]
+    try:
+        fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False, **_OPTIONS.get(protocol, {}))
+    except ImportError as error:
+        extra = _EXTRAS.get(protocol)
+        fix = f"pip install 'phalanx[{extra}]'" if extra else "install the library that fsspec names"
+        raise EnvironmentProblem(f"{protocol}:// needs a library", why=_redacted(str(error)), fix=fix) from None
+    except Exception as error:
+        why = _redacted(f"{type(error).__name__}: {error}")
+        raise CheckpointError("the store cannot be opened", where=_redacted(url), why=why) from None
+    return Remote(fs, protocol, str(root).rstrip("/"), say, patience)
+
+
+def _redacted(text: str) -> str:
+    return Redactor(os.environ).text(text)

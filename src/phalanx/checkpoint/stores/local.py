@@ -1,0 +1,154 @@
+"""Checkpoints in a directory: written hidden, synced, and renamed into place. Torch-free.
+
+`step-N` is a checkpoint if it holds a manifest. `.step-N.TOKEN.partial` is being written, `.step-N.replaced` was the
+checkpoint of a step that is being saved again, `.step-N.removed` is on its way out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.checkpoint.chunks import StoredFile
+from phalanx.checkpoint.folder import Folder, LocalFolder
+from phalanx.checkpoint.manifest import MANIFEST, list_folders
+from phalanx.checkpoint.stores.protocol import Draft
+from phalanx.core.disk import Disk, DiskFile, make_directories, remove_tree
+
+PARTIAL, REPLACED, REMOVED = ".partial", ".replaced", ".removed"
+_NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES, errno.ENOENT)
+
+
+@dataclass(frozen=True)
+class LocalDraft:
+    """A hidden directory."""
+
+    path: Path
+    step: int
+    token: str
+    disk: Disk
+
+    @property
+    def url(self) -> str:
+        return str(self.path)
+
+    def write(self, name: str, produce: Callable[[DiskFile], StoredFile]) -> StoredFile:
+        file = self.disk.create(self.path / name)
+        try:
+            stored = produce(file)
+            file.sync()
+        finally:
+            file.close()
+        return stored
+
+    def reuse(self, name: str, folder: Folder, earlier_name: str) -> bool:
+        """A hard link: removing the older checkpoint does not touch the newer one."""
+        if not isinstance(folder, LocalFolder):
+            return False
+        try:
+            self.disk.link(folder.path / earlier_name, self.path / name)
+        except OSError as error:
+            if error.errno in _NO_LINKS:
+                return False
+            raise
+        return True
+
+
+class LocalStore:
+    """`root` is RUN/checkpoints, which need not exist yet."""
+
+    def __init__(self, root: Path, disk: Disk | None = None) -> None:
+        self.root, self._disk = root, disk or Disk()
+
+    @property
+    def url(self) -> str:
+        return str(self.root)
+
+    def folders(self) -> list[Folder]:
+        return [LocalFolder(path) for path in list_folders(self.root)]
+
+    def folder(self, name: str) -> Folder:
+        return LocalFolder(self.root / name)
+
+    def probe(self) -> None:
+        """Whoever opens a run directory has done it."""
+
+    def begin(self, step: int) -> LocalDraft:
+        make_directories(self._disk, self.root)
+        self.clean_up()
+        draft = self.join(step, secrets.token_hex(4))
+        self._disk.make_directory(draft.path)
+        return draft
+
+    def join(self, step: int, token: str) -> LocalDraft:
+        return LocalDraft(self.root / f".step-{step}.{token}{PARTIAL}", step, token, self._disk)
+
+    def folder_of(self, draft: Draft) -> Folder:
+        return LocalFolder(self.root / f"step-{draft.step}")
+
+    def commit(self, draft: Draft, manifest: bytes) -> Folder:
+        assert isinstance(draft, LocalDraft)
+        disk, final = self._disk, self.root / f"step-{draft.step}"
+        _write_manifest(draft, manifest)
+        disk.sync_directory(draft.path)
+        replaced = final.with_name(f".{final.name}{REPLACED}")
+        remove_tree(disk, replaced)
+        if final.exists():  # this step was saved before (a run continued from an older checkpoint)
+            disk.rename(final, replaced)
+        try:
+            disk.rename(draft.path, final)
+        except OSError:
+            if replaced.exists():
+                disk.rename(replaced, final)
+            raise
+        disk.sync_directory(self.root)
+        with contextlib.suppress(OSError):  # the next save removes what is left of it
+            remove_tree(disk, replaced)
+        return LocalFolder(final)
+
+    def discard(self, draft: Draft) -> None:
+        assert isinstance(draft, LocalDraft)
+        with contextlib.suppress(OSError):
+            remove_tree(self._disk, draft.path)
+
+    def remove(self, folder: Folder) -> None:
+        path = self.root / folder.name
+        hidden = path.with_name(f".{path.name}{REMOVED}")
+        remove_tree(self._disk, hidden)
+        self._disk.rename(path, hidden)  # from here on it is no checkpoint, however far the removal gets
+        self._disk.sync_directory(self.root)
+        remove_tree(self._disk, hidden)
+
+    def clean_up(self) -> None:
+        """Half-written directories go, a checkpoint caught while it was replaced comes back."""
+        for name in self._hidden():
+            path = self.root / name
+            if name.endswith((PARTIAL, REMOVED)):
+                remove_tree(self._disk, path)
+            elif name.endswith(REPLACED):
+                whole = self.root / name.removeprefix(".").removesuffix(REPLACED)
+                if (whole / MANIFEST).is_file():
+                    remove_tree(self._disk, path)
+                elif not whole.exists():
+                    self._disk.rename(path, whole)
+                    self._disk.sync_directory(self.root)
+
+    def _hidden(self) -> list[str]:
+        try:
+            return sorted(name for name in os.listdir(self.root) if name.startswith(".step-"))
+        except FileNotFoundError:
+            return []
+
+
+def _write_manifest(draft: LocalDraft, manifest: bytes) -> None:
+    file = draft.disk.create(draft.path / MANIFEST)
+    try:
+        file.write(manifest)
+        file.sync()
+    finally:
+        file.close()

@@ -1,0 +1,224 @@
+"""Checkpoints in an object store: anything that fsspec opens (s3://, gs://, memory://, file://, ...). Torch-free.
+
+A checkpoint is a folder `step-N-ATTEMPT-RANDOM`: no save ever writes into the files of another. Its manifest is put
+last, in one request, and removed first: a folder without one is no checkpoint for anybody. Of several of one step the
+one with the highest attempt counts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.checkpoint.chunks import StoredFile
+from phalanx.checkpoint.folder import Folder, RangeReader
+from phalanx.checkpoint.manifest import MANIFEST
+from phalanx.checkpoint.stores._remote import Patience, Remote, open_remote
+from phalanx.checkpoint.stores.protocol import Draft
+from phalanx.core.disk import DiskFile
+from phalanx.core.errors import CheckpointError
+
+BLOCK_BYTES = 16 << 20  # what is sent in one request
+AHEAD_BYTES = 32 << 20  # what is fetched in one request while a file is read through
+_NAME = re.compile(r"step-(\d+)-(\d{4,})-[0-9a-f]{8}")
+
+
+@dataclass(frozen=True)
+class ObjectFolder:
+    """A checkpoint, or what is to become one."""
+
+    remote: Remote
+    name: str
+
+    @property
+    def url(self) -> str:
+        return self.remote.url(self.name)
+
+    @property
+    def step(self) -> int:
+        match = _NAME.fullmatch(self.name)
+        return int(match[1]) if match else -1
+
+    @property
+    def attempt(self) -> int:
+        match = _NAME.fullmatch(self.name)
+        return int(match[2]) if match else -1
+
+    def sizes(self) -> dict[str, int]:
+        return self.remote.list(self.name)
+
+    def where(self, name: str) -> str:
+        return f"{self.url}/{name}"
+
+    def read(self, name: str) -> bytes:
+        return self.remote.read(f"{self.name}/{name}")
+
+    def open(self, name: str) -> RangeReader:
+        return _Reader(self.remote, f"{self.name}/{name}")
+
+    def written_unix_s(self) -> float:
+        return self.remote.modified_unix_s(f"{self.name}/{MANIFEST}")
+
+
+class _Reader:
+    """Ranges of one object. Whoever reads on where the last range ended is given from a larger one."""
+
+    def __init__(self, remote: Remote, key: str) -> None:
+        self._remote, self._key = remote, key
+        self._num_bytes = remote.size(key)
+        self._start, self._data = 0, memoryview(b"")
+        self._end_of_last = -1
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        end = offset + len(buffer)
+        if not self._start <= offset <= end <= self._start + len(self._data):
+            ahead = AHEAD_BYTES if offset == self._end_of_last else 0
+            stop = min(self._num_bytes, max(end, offset + ahead))
+            self._start, self._data = offset, memoryview(self._remote.read(self._key, offset, stop))
+        found = self._data[offset - self._start : end - self._start]
+        if len(found) != len(buffer):
+            raise EOFError
+        buffer[:] = found
+        self._end_of_last = end
+
+    def close(self) -> None:
+        self._data = memoryview(b"")
+
+
+@dataclass(frozen=True)
+class ObjectDraft:
+    """A folder without a manifest."""
+
+    folder: ObjectFolder
+    token: str
+
+    @property
+    def url(self) -> str:
+        return self.folder.url
+
+    @property
+    def step(self) -> int:
+        return self.folder.step
+
+    def write(self, name: str, produce: Callable[[DiskFile], StoredFile]) -> StoredFile:
+        return self.folder.remote.write(f"{self.folder.name}/{name}", produce, block_bytes=BLOCK_BYTES)
+
+    def reuse(self, name: str, folder: Folder, earlier_name: str) -> bool:
+        """A copy that the store makes by itself."""
+        if not isinstance(folder, ObjectFolder) or folder.remote.root != self.folder.remote.root:
+            return False
+        return self.folder.remote.copy(f"{folder.name}/{earlier_name}", f"{self.folder.name}/{name}")
+
+
+class ObjectStore:
+    """Checkpoints below a URL. One run's: nobody else may write there."""
+
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
+
+    @classmethod
+    def open(
+        cls, url: str, *, say: Callable[[str], None] = lambda text: None, patience: Patience | None = None
+    ) -> ObjectStore:
+        """Raises CheckpointError for a URL that nothing here opens."""
+        return cls(open_remote(url, say=say, patience=patience or Patience()))
+
+    @property
+    def url(self) -> str:
+        return self._remote.url()
+
+    def folders(self) -> list[Folder]:
+        newest: dict[int, ObjectFolder] = {}
+        for name, files in self._found().items():
+            folder = ObjectFolder(self._remote, name)
+            if MANIFEST in files and folder.attempt > (newest[folder.step].attempt if folder.step in newest else -1):
+                newest[folder.step] = folder
+        return [newest[step] for step in sorted(newest)]
+
+    def folder(self, name: str) -> ObjectFolder:
+        return ObjectFolder(self._remote, name)
+
+    def probe(self) -> None:
+        """Prove that it can be written: not after hours, at the first save. Raises CheckpointError."""
+        key = f".writable-{secrets.token_hex(4)}"
+        self._remote.put(key, b"x")
+        self._remote.remove(key)
+
+    def begin(self, step: int) -> ObjectDraft:
+        self.clean_up()
+        attempts = [self.folder(name).attempt for name in self._found() if self.folder(name).step == step]
+        return self.join(step, f"{max(attempts, default=0) + 1:04d}-{secrets.token_hex(4)}")
+
+    def join(self, step: int, token: str) -> ObjectDraft:
+        return ObjectDraft(self.folder(f"step-{step}-{token}"), token)
+
+    def folder_of(self, draft: Draft) -> ObjectFolder:
+        assert isinstance(draft, ObjectDraft)
+        return draft.folder
+
+    def commit(self, draft: Draft, manifest: bytes) -> Folder:
+        folder = self.folder_of(draft)
+        _require_sizes(folder, manifest)
+        self._remote.put(f"{folder.name}/{MANIFEST}", manifest)
+        with suppress(OSError, CheckpointError):  # the next save removes what is left
+            for name in self._found():
+                older = self.folder(name)
+                if older.step == folder.step and older.attempt < folder.attempt:
+                    self.remove(older)
+        return folder
+
+    def discard(self, draft: Draft) -> None:
+        with suppress(OSError, CheckpointError):
+            self.remove(self.folder_of(draft))
+
+    def remove(self, folder: Folder) -> None:
+        files = self._remote.list(folder.name)
+        if MANIFEST in files:
+            self._remote.remove(f"{folder.name}/{MANIFEST}")
+        for name in files:
+            if name != MANIFEST:
+                self._remote.remove(f"{folder.name}/{name}")
+        self._remote.remove_empty(folder.name)
+
+    def clean_up(self) -> None:
+        committed = {folder.name for folder in self.folders()}
+        for name in self._found():
+            if name not in committed:
+                self.remove(self.folder(name))
+
+    def _found(self) -> dict[str, set[str]]:
+        """Folders that saves made, with the names of their files."""
+        found: dict[str, set[str]] = {}
+        for key in self._remote.list():
+            folder, slash, name = key.partition("/")
+            if slash and _NAME.fullmatch(folder):
+                found.setdefault(folder, set()).add(name)
+        return found
+
+
+def folder_at(url: str) -> ObjectFolder | None:
+    """The checkpoint at a URL; None if what is there has no manifest. Raises CheckpointError, OSError."""
+    remote = open_remote(url.rstrip("/").rpartition("/")[0], say=lambda text: None, patience=Patience())
+    folder = ObjectFolder(remote, url.rstrip("/").rpartition("/")[2])
+    return folder if MANIFEST in folder.sizes() else None
+
+
+def _require_sizes(folder: ObjectFolder, manifest: bytes) -> None:
+    """What the store holds must be what was sent: an upload that was cut off may look finished."""
+    files: dict[str, dict[str, Any]] = json.loads(manifest)["files"]
+    there = folder.sizes()
+    for name, stored in files.items():
+        if there.get(name) != stored["num_bytes"]:
+            what = f"{there[name]} bytes" if name in there else "nothing"
+            raise CheckpointError(
+                f"the store has {what} of it, not the {stored['num_bytes']} bytes sent", where=folder.where(name)
+            )

@@ -1,0 +1,155 @@
+"""`phalanx checkpoint export | import`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from phalanx.checkpoint.best import read_best
+from phalanx.checkpoint.exchange.hf_export import Exported, Extras, export_hugging_face
+from phalanx.checkpoint.exchange.importing import KEPT_FILES, MODEL_TOML, Weights, write_import
+from phalanx.checkpoint.exchange.new_directory import refuse_old
+from phalanx.checkpoint.exchange.sources import open_source
+from phalanx.checkpoint.exchange.stored import StoredBag
+from phalanx.checkpoint.folder import Folder
+from phalanx.checkpoint.stores import find_checkpoint, is_url, store_of
+from phalanx.cli._json import print_json, printing_json
+from phalanx.cli._origins import Origin, origin_of, run_of
+from phalanx.cli._progress import ProgressLine
+from phalanx.core.errors import CheckpointError, DataError, ExitCode, LayoutError, UsageError
+from phalanx.core.units import format_bytes, format_count
+from phalanx.data.corpus import load_corpus
+from phalanx.data.tokenizer_files import TokenizerFiles, tokenizer_files
+from phalanx.job.model_toml import model_section
+from phalanx.job.toml import toml_value
+
+GB = 10**9
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def export(place: str, out: str, form: str, dtype: str | None, shard_gb: float, best: bool, as_json: bool) -> int:
+    """The verb."""
+    with printing_json(as_json):
+        if form != "hf":
+            raise UsageError(f"unknown format {form!r}", fix="the one there is: hf")
+        if dtype is not None and dtype not in DTYPES:
+            raise UsageError(f"unknown type {dtype!r}", fix=f"one of {', '.join(DTYPES)}")
+        refuse_old(Path(out))
+        folder = _best(place) if best else find_checkpoint(place)
+        with StoredBag(folder) as weights, ProgressLine("exporting") as line:
+            origin = _origin(place, weights)
+            tokens = _tokenizer_of(place, folder)
+            exported = export_hugging_face(
+                weights,
+                origin.shape,
+                Path(out),
+                shard_bytes=max(1, int(shard_gb * GB)),
+                dtype=DTYPES[dtype] if dtype else None,
+                extras=Extras({**tokens.settings, **origin.settings}, tokens.files, tokens.texts, origin.seq_len),
+                progress=line.update,
+            )
+    notes = [tokens.note] if tokens.note else []
+    if as_json:
+        facts = {"checkpoint": folder.url, "out": out, **vars(exported), "notes": notes}
+        print_json("checkpoint-export", facts, indent=1)
+    else:
+        _say_exported(folder, out, exported, notes)
+    return ExitCode.OK
+
+
+def _say_exported(folder: Folder, out: str, exported: Exported, notes: list[str]) -> None:
+    size = format_bytes(exported.num_bytes)
+    print(f"from    {folder.url}, every byte verified")
+    print(f"model   {exported.architecture}, {exported.num_tensors} tensors of {exported.dtype}, {size}")
+    for note in notes:
+        print(f"note    {note}")
+    print(f"wrote   {out}: {', '.join(exported.files[:6])}{' ...' if len(exported.files) > 6 else ''}")
+    print(f'open    transformers.{exported.auto_class}.from_pretrained("{out}")')
+
+
+def import_weights(source: str, out: str, prefix: str, trust_pickle: bool, as_json: bool) -> int:
+    """The verb."""
+    with printing_json(as_json):
+        refuse_old(Path(out))
+        with (
+            open_source(
+                Path(source), prefix=prefix, trust_pickle=trust_pickle, beside=Path(out).absolute().parent
+            ) as weights,
+            ProgressLine("importing") as line,
+        ):
+            checkpoint = write_import(weights, Path(out), _job_file(weights, Path(out)), progress=line.update)
+            facts = _facts(weights, checkpoint)
+    if as_json:
+        print_json("checkpoint-import", {"source": source, "out": out, **facts}, indent=1)
+        return ExitCode.OK
+    print(f"from    {source}: {facts['num_tensors']} tensors of {facts['dtype']}, {format_bytes(facts['num_bytes'])}")
+    for note in weights.notes:
+        print(f"note    {note}")
+    print(f"wrote   {checkpoint}")
+    if weights.shape is not None:
+        print(f"train   phalanx train {Path(out) / MODEL_TOML} data.source=...   (starts from these weights)")
+    else:
+        print(f"train   set model.init_from={out} beside your own model.kind")
+    return ExitCode.OK
+
+
+def _facts(weights: Weights, checkpoint: Path) -> dict[str, Any]:
+    dtypes = sorted({tensor.described.dtype for tensor in weights.tensors})
+    return {
+        "checkpoint": str(checkpoint),
+        "num_tensors": len(weights.tensors),
+        "num_bytes": weights.num_bytes,
+        "dtype": " and ".join(dtypes),
+        "model_toml": str(checkpoint.parents[1] / MODEL_TOML) if weights.shape else None,
+        "notes": list(weights.notes),
+    }
+
+
+def _job_file(weights: Weights, out: Path) -> str | None:
+    """A job file that trains on from the imported weights; None where nothing is known of the model."""
+    if weights.shape is None:
+        return None
+    out = out.absolute()
+    casts = any(tensor.described.dtype != "float32" for tensor in weights.tensors)
+    more = {"init_from": str(out), **({"init_cast": True} if casts else {})}
+    params = format_count(weights.shape.num_params).strip()
+    text = f"# {params} parameters from {weights.origin}.\n#\n#   phalanx train {out / MODEL_TOML} data.source=...\n\n"
+    text += model_section(weights.shape, more)
+    if "tokenizer.json" in (weights.files or {}):
+        text += f"\n[data]\ntokenizer = {toml_value(str(out / 'tokenizer.json'))}\n"
+    return text
+
+
+def _best(place: str) -> Folder:
+    kept = None if is_url(place) else read_best(Path(place))
+    found = [folder for folder in store_of(place).folders() if kept and folder.step == kept.step] if kept else []
+    if not found:
+        fix = "train with eval.keep_best=true, or leave --best out"
+        raise CheckpointError("no checkpoint was kept as the best", where=place, fix=fix)
+    return found[0]
+
+
+def _origin(place: str, weights: StoredBag) -> Origin:
+    origin = origin_of(place, weights.folder, weights.manifest)
+    if origin is None:
+        raise CheckpointError("nothing says what model it is of", where=place, fix="give the run's own directory")
+    if not origin.shape.is_known:
+        raise LayoutError(
+            f"{origin.shape.kind} is a model of your own: transformers has no class for it",
+            fix="phalanx.load_weights fills your module",
+        )
+    return origin
+
+
+def _tokenizer_of(place: str, folder: Folder) -> TokenizerFiles:
+    """What the run's text went through, or what an import brought along."""
+    run_dir = run_of(place, folder)
+    if run_dir is None:
+        return TokenizerFiles(note="a store holds no tokenizer")
+    kept = {name: run_dir / name for name in KEPT_FILES if (run_dir / name).is_file()}
+    if kept or not (run_dir / "data").is_dir():
+        return TokenizerFiles(files=kept, note="" if kept else "there is no tokenizer with it")
+    try:
+        return tokenizer_files(load_corpus(run_dir / "data"))
+    except DataError as error:
+        return TokenizerFiles(note=f"without a tokenizer: {error}")

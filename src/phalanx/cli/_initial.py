@@ -1,0 +1,105 @@
+"""`model.init_from`: which weights a run starts from, decided and checked once, before there are ranks. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.checkpoint.exchange.settings import canonical
+from phalanx.checkpoint.fit import MisfitError, Wanted, find_misfits
+from phalanx.checkpoint.folder import Folder
+from phalanx.checkpoint.manifest import Manifest, read_manifest
+from phalanx.checkpoint.stores import find_checkpoint, is_url
+from phalanx.checkpoint.verify import require_whole_directory
+from phalanx.cli._origins import origin_of
+from phalanx.core.errors import CheckpointError
+from phalanx.job.schema import Model
+from phalanx.job.shape import ModelShape
+from phalanx.job.tensors import tensor_shapes
+
+INIT = "init.json"  # in the run directory: what was decided, for every attempt
+TRAINED_IN = "float32"
+
+
+@dataclass(frozen=True)
+class Initial:
+    """`checkpoint` is an absolute path or a URL; `imported_from` what an import came from. `differences`: what the
+    weights were made for and this model computes otherwise, though every tensor fits.
+    """
+
+    checkpoint: str
+    step: int
+    num_tensors: int
+    dtypes: tuple[str, ...]
+    imported_from: str = ""
+    differences: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """For people."""
+        came = f", imported from {self.imported_from}" if self.imported_from else f", step {self.step}"
+        cast = f", rounded to {TRAINED_IN}" if self.dtypes != (TRAINED_IN,) else ""
+        kinds = " and ".join(self.dtypes)
+        first = f"init    {self.num_tensors} tensors of {kinds}{cast} from {self.checkpoint}{came}"
+        return [first, *(f"warn    the weights were made for {text}" for text in self.differences)]
+
+
+def find_initial(model: Model, shape: ModelShape | None) -> Initial | None:
+    """What `model.init_from` means now; None without it. `shape` is None where the model is not known yet.
+
+    Raises CheckpointError if there is no checkpoint, MisfitError if it is not one of this model's weights.
+    """
+    if model.init_from is None:
+        return None
+    place = model.init_from if is_url(model.init_from) else str(Path(model.init_from).expanduser().absolute())
+    folder = _find(place)
+    manifest = read_manifest(folder).without_optimizer()
+    require_whole_directory(folder, manifest)
+    differences: tuple[str, ...] = ()
+    if shape is not None and shape.is_known:
+        _require_fit(folder, manifest, shape, model.init_cast)
+        origin = origin_of(place, folder, manifest)
+        differences = _differences(origin.shape, shape) if origin and origin.shape.is_known else ()
+    dtypes = tuple(sorted({tensor.dtype for tensor in manifest.tensors.values()}))
+    came_from = str(manifest.facts.get("imported_from") or "")
+    return Initial(folder.url, manifest.step, len(manifest.tensors), dtypes, came_from, differences)
+
+
+def _find(place: str) -> Folder:
+    if not is_url(place) and (Path(place) / "config.json").is_file():
+        fix = f"phalanx checkpoint import {place} --out DIR makes a checkpoint of it"
+        raise CheckpointError("model.init_from is a Hugging Face directory", where=place, fix=fix)
+    return find_checkpoint(place)
+
+
+def _require_fit(folder: Folder, manifest: Manifest, shape: ModelShape, cast: bool) -> None:
+    wanted = {name: Wanted(size, TRAINED_IN) for name, size in tensor_shapes(shape).items()}
+    misfits = find_misfits(wanted, manifest.tensors, cast=cast)
+    if not misfits:
+        return
+    only_types = all(misfit.kind == "dtype" for misfit in misfits)
+    fix = "model.init_cast=true rounds them" if only_types else "[model] must have the widths of the weights"
+    what = "the weights of model.init_from do not fit the model"
+    raise MisfitError(what, misfits, where=folder.url, fix=fix)
+
+
+def _differences(made_for: ModelShape, shape: ModelShape) -> tuple[str, ...]:
+    """What no tensor's shape shows."""
+    was, now = canonical(made_for).to_json(), canonical(shape).to_json()
+    return tuple(f"{key} {was[key]}, and model.{key} is {now[key]}" for key in was if was[key] != now[key])
+
+
+def read_initial(run_dir: Path) -> Mapping[str, Any] | None:
+    """What was decided for the run; None if it starts from random weights."""
+    try:
+        found: dict[str, Any] = json.loads((run_dir / INIT).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise CheckpointError("it cannot be read", where=str(run_dir / INIT), why=str(error)) from None
+    return found

@@ -1,0 +1,33 @@
+"""A rank's part of `model.init_from`: read its own ranges of the weights, verified, at whatever layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from phalanx.checkpoint.agree import agreed
+from phalanx.checkpoint.load import load
+from phalanx.checkpoint.stores import find_checkpoint
+from phalanx.cli._initial import read_initial
+from phalanx.job.schema import Model
+from phalanx.observe.bus import Bus
+from phalanx.observe.events import WeightsTaken
+from phalanx.train.state import TrainState
+
+
+def take_initial_weights(model: Model, state: TrainState, bus: Bus, run_dir: Path) -> None:
+    """Fill the model of a run at step 0, if it starts from weights. Collective; raises CheckpointError.
+
+    What was decided is rank 0's to read: a shared file system may show each rank another one.
+    """
+    mesh = state.model.mesh
+    with agreed(mesh, str(run_dir), "reading where to start") as outcome:
+        outcome["mine"] = read_initial(run_dir) if mesh.rank == 0 else None
+    told = outcome["all"][0]
+    if told is None:
+        return
+    folder, shards = find_checkpoint(told["checkpoint"]), state.model.shards()
+    manifest = load(folder, shards, group=mesh, phases=state.model.phases, cast=model.init_cast, weights_only=True)
+    if mesh.rank == 0:
+        num_cast = sum(tensor.dtype != shards[name].dtype for name, tensor in manifest.tensors.items())
+        came_from = told.get("imported_from", "")
+        bus.emit(WeightsTaken(folder.url, manifest.step, len(manifest.tensors), came_from, num_cast))

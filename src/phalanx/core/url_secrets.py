@@ -1,0 +1,53 @@
+"""Secrets by their place in a text: passwords and tokens in URLs, queries and connection strings, of any length."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from urllib.parse import unquote
+
+IsSecret = Callable[[str, str], bool]
+Span = tuple[int, int]
+
+# Quotes and angle brackets end a URL in JSON, in code and in prose, and are not allowed in one.
+_USER = re.compile(r"://([^/\s:@\"'<>]*)(?::([^/\s\"'<>]+))?@(?=[^\s/@])")
+_PORT = re.compile(r"\d{1,5}(?:$|[,;)\]}])")  # http://host:80,me@home has none
+_PARAMETER = re.compile(r"(?:^|[?&;#\s])([A-Za-z][A-Za-z0-9_.\-$%]*)=([^&;#\s\"'<>]+)")
+_IN_URL = re.compile(r"[?&;#]([A-Za-z][A-Za-z0-9_.\-$%]*)=([^&;#\s\"'<>]+)")
+_PLACEHOLDER = re.compile(r"\$?\{.*\}|\$\w+|%\(\w+\)s|%s|\*+|\.\.\.")  # where code will put one
+_LOOKS_RANDOM = re.compile(r"(?=.*[0-9])(?=.*[A-Za-z])[A-Za-z0-9_\-.+/=]{16,}")
+
+
+def looks_random(value: str) -> bool:
+    """True for what nobody would type: 16 characters or more, letters and digits among them."""
+    return _LOOKS_RANDOM.fullmatch(value) is not None
+
+
+def user_spans(text: str) -> Iterator[Span]:
+    """The passwords of `scheme://user:password@host`, and users that look like a token."""
+    if "://" not in text:
+        return
+    for found in _USER.finditer(text):
+        user, password = found.group(1), found.group(2)
+        if user and looks_random(user):
+            yield found.span(1)
+        if password and not _PORT.match(password) and not is_placeholder(password):
+            yield found.span(2)
+
+
+def parameter_spans(text: str, is_secret: IsSecret, *, anywhere: bool = False) -> Iterator[Span]:
+    """The values in `?name=value&name=value` (and after a semicolon) for which `is_secret(name, value)`.
+
+    `anywhere`: also at the beginning and between spaces, as connection strings have them.
+    """
+    if "=" not in text:
+        return
+    for found in (_PARAMETER if anywhere else _IN_URL).finditer(text):
+        name, value = unquote(found.group(1)), found.group(2)
+        if not is_placeholder(value) and is_secret(name, value):
+            yield found.span(2)
+
+
+def is_placeholder(value: str) -> bool:
+    """True for `{password}`, `$PASSWORD`, `***`: code that is shown, or what was hidden already."""
+    return _PLACEHOLDER.fullmatch(value) is not None

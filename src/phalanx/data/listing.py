@@ -1,0 +1,142 @@
+"""Which files a folder, a pattern or a name stands for; datasets and runs in it are no text. Torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import re
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from phalanx.core.errors import DataError, did_you_mean
+from phalanx.core.files import read_json
+
+_DATASET = "dataset.json"
+_RUN = {"job.json", "plan.json"}  # what every run's directory has
+_SHARD = re.compile(r"shard-\d{5,}\.tokens")
+_NOT_LIBRARY_SOURCE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+
+
+class Listed(NamedTuple):
+    """The folder that names are relative to, the sorted names of regular files, and how many datasets and runs were left out."""
+
+    root: Path
+    names: list[str]
+    num_datasets: int = 0
+
+
+def list_files(source: str, out: Path | None) -> Listed:
+    """Raises DataError for a source that is not there or is a dataset itself, OSError for a folder it cannot list."""
+    if source == "stdlib":
+        root = Path(sysconfig.get_paths()["stdlib"])
+        listed = _walk(root, _NOT_LIBRARY_SOURCE, None)
+        return listed._replace(names=[name for name in listed.names if name.endswith(".py")])
+    path = _path(source)
+    if source and path.is_dir():
+        _refuse_dataset(path, source)
+        return _walk(path, frozenset(), out)
+    if source and path.exists():
+        return Listed(path.parent, [path.name])
+    if glob.has_magic(source) and "://" not in source:
+        root, pattern = _split_pattern(path)
+        matches = glob.glob(pattern, root_dir=root, recursive=True)
+        if matches:
+            _refuse_dataset(root, source)
+        names = sorted({Path(match).as_posix() for match in matches if (root / match).is_file()})
+        return _without_datasets(root, names, out)
+    raise _missing(source)
+
+
+def _walk(root: Path, ignored_folders: frozenset[str], out: Path | None) -> Listed:
+    """The non-hidden files below `root`. Linked folders are not followed."""
+
+    def stop(error: OSError) -> None:
+        raise error
+
+    names: list[str] = []
+    num_datasets = 0
+    for folder, subfolders, files in os.walk(root, onerror=stop):
+        if Path(folder) != root and (what := _left_out(Path(folder), files, out)):
+            subfolders.clear()
+            num_datasets += what == "dataset"
+            continue
+        subfolders[:] = [name for name in subfolders if name not in ignored_folders and not name.startswith(".")]
+        paths = [Path(folder, name) for name in files if not name.startswith(".")]
+        names += [path.relative_to(root).as_posix() for path in paths if path.is_file()]
+    return Listed(root, sorted(names), num_datasets)
+
+
+def _without_datasets(root: Path, names: list[str], out: Path | None) -> Listed:
+    folders = {folder for name in names for folder in Path(name).parents if folder != Path(".")}
+    left_out = {folder: _left_out(root / folder, _names_in(root / folder), out) for folder in folders}
+    kept = [name for name in names if not any(left_out.get(folder) for folder in Path(name).parents)]
+    return Listed(root, kept, len({os.path.realpath(root / at) for at, what in left_out.items() if what == "dataset"}))
+
+
+def _left_out(folder: Path, names: Sequence[str], out: Path | None) -> Literal["out", "dataset", ""]:
+    """Whether a folder inside an input is the one that is being written, or a dataset, finished or not, or a run."""
+    with contextlib.suppress(OSError):
+        if out is not None and os.path.samefile(folder, out):
+            return "out"
+    return "dataset" if _RUN <= set(names) or _holds_dataset(folder, names) else ""
+
+
+def _holds_dataset(folder: Path, names: Sequence[str]) -> bool:
+    if any(map(_SHARD.fullmatch, names)):
+        return True
+    if _DATASET not in names:
+        return False
+    with contextlib.suppress(OSError, ValueError, RecursionError):  # many things are called dataset.json
+        said = read_json(folder / _DATASET)
+        return isinstance(said, dict) and {"format", "shards", "tokenizer"} <= said.keys()
+    return False
+
+
+def _refuse_dataset(folder: Path, source: str) -> None:
+    names = _names_in(folder)
+    if not _holds_dataset(folder, names):
+        return
+    if _DATASET in names:
+        raise DataError("it is a dataset already", where=source, fix=f"train on it: data.source={folder}")
+    why = "token shards without dataset.json"
+    raise DataError("it is a dataset that was not finished", where=source, why=why, fix="finish its build first")
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:  # said where its files are read
+        return []
+
+
+def _split_pattern(pattern: Path) -> tuple[Path, str]:
+    """'texts/2024/*/a*.txt' -> ('texts/2024', '*/a*.txt'): documents are named from the first wildcard on."""
+    parts = pattern.parts
+    first = next(position for position, part in enumerate(parts) if glob.has_magic(part))
+    return Path(*parts[:first]), str(Path(*parts[first:]))
+
+
+def _missing(source: str) -> DataError:
+    if "://" in source:
+        fix = "only files of this machine are read: copy it here first"
+    else:
+        fix = _near_name(source) or 'give a file, a folder, a pattern, or "stdlib"'
+    return DataError("no such file or folder", where=str(source), fix=fix)
+
+
+def _near_name(source: str) -> str:
+    """'did you mean "x"?' for a name that exists beside the first missing part of `source`, or nothing."""
+    path = _path(source)
+    missing = next((part for part in [*reversed(path.parents), path] if not os.path.exists(part)), path)
+    try:
+        known = os.listdir(missing.parent)
+    except OSError:
+        known = []
+    return did_you_mean(missing.name, [*known, "stdlib"] if os.sep not in source else known)
+
+
+def _path(source: str) -> Path:
+    return Path(os.path.expanduser(source))

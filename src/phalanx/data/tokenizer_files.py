@@ -1,0 +1,87 @@
+"""The tokenizer of a run as the files that transformers' AutoTokenizer opens. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from phalanx.core.errors import DataError
+from phalanx.data.corpus import Corpus
+from phalanx.data.tokenizer import CONFIG_FILE, END_OF_DOCUMENT, TOKENIZER_FILE, tokenizer_path
+
+END = "<|endoftext|>"  # what the end of a document is called where a run has no word for it
+_BESIDE = (CONFIG_FILE, "special_tokens_map.json", "chat_template.jinja")
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """`files` are copied, `texts` written as JSON; `settings` belong into config.json. `note`: why there is none."""
+
+    files: Mapping[str, Path] = field(default_factory=dict)
+    texts: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    note: str = ""
+
+
+def tokenizer_files(corpus: Corpus) -> TokenizerFiles:
+    """Those of the run's text. Raises DataError if the tokenizer is not where it was, or is another one by now."""
+    tokenizer = corpus.tokenizer()
+    if tokenizer is None:
+        return TokenizerFiles(note="the run's data had no text, so there is no tokenizer")
+    end = tokenizer.end_of_document
+    settings = {} if end is None else {"eos_token_id": end}
+    if tokenizer.kind == "bytes":
+        return TokenizerFiles(texts={TOKENIZER_FILE: byte_tokenizer(), CONFIG_FILE: _config(END)}, settings=settings)
+    first = corpus.components[0]
+    path = tokenizer_path(first.tokenizer_path or str(corpus.path_of(first)))
+    beside = {name: path.parent / name for name in _BESIDE if (path.parent / name).is_file()}
+    texts = {} if CONFIG_FILE in beside else {CONFIG_FILE: _config(_spelling(path, end))}
+    return TokenizerFiles({TOKENIZER_FILE: path, **beside}, texts, settings)
+
+
+def _config(end: str | None) -> dict[str, Any]:
+    return {"tokenizer_class": "PreTrainedTokenizerFast", **({"eos_token": end} if end else {})}
+
+
+def _spelling(path: Path, token: int | None) -> str | None:
+    """What the tokenizer calls a token."""
+    from tokenizers import Tokenizer
+
+    try:
+        found = None if token is None else Tokenizer.from_file(str(path)).id_to_token(token)
+    except Exception as error:  # whatever the library raises
+        raise DataError("the tokenizer cannot be read", where=str(path), why=str(error)) from None
+    return str(found) if found is not None else None
+
+
+def byte_tokenizer() -> dict[str, Any]:
+    """A tokenizer.json of phalanx's bytes: the id of a byte is the byte, without merges, and 256 ends a document."""
+    letters = _letters_of_bytes()
+    end = {"id": END_OF_DOCUMENT, "content": END, "special": True}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{**end, **flags}],
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": None,
+        "decoder": level,
+        "model": {
+            "type": "BPE",
+            "vocab": {**{letter: byte for byte, letter in enumerate(letters)}, END: END_OF_DOCUMENT},
+            "merges": [],
+        },
+    }
+
+
+def _letters_of_bytes() -> list[str]:
+    """The letter that byte-level tokenizers write for each byte: printable ones stand for themselves (GPT-2)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    spelled = {**{byte: chr(byte) for byte in printable}, **{byte: chr(256 + n) for n, byte in enumerate(others)}}
+    return [spelled[byte] for byte in range(256)]

@@ -1,0 +1,64 @@
+"""Whether files are what they were when something was made of them: by their times, and by content where times differ.
+
+Torch-free. A file that nobody wrote to since is not read again. A later time alone means nothing: whoever copies a
+corpus gives it new ones. And `cp -p` gives another content an old one, so that the time of the last change of status
+counts, too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from phalanx.core.errors import DataError
+from phalanx.data.encode import Outcome, content_of
+from phalanx.data.sources import Found
+from phalanx.data.spans import Task
+
+_COARSE_NS = 2 * 10**9  # some file systems know whole or even seconds only
+
+
+def times_of(found: Sequence[Found]) -> dict[str, int]:
+    """When each file may have changed last, in nanoseconds, by path."""
+    return {file.path: file.changed_ns for one in found for file in one.files}
+
+
+def changed_since(
+    task: Task, content: str | None, column: str, changed_ns: Mapping[str, int], since: Path
+) -> list[str]:
+    """Paths of a task's files of which one is not what it was when `since` was written, newest first; none if all are.
+
+    `content` is what `content_of` said then. Raises DataError for a file that cannot be read.
+    """
+    since_ns = os.stat(since).st_mtime_ns - _COARSE_NS
+    paths = [span.path for span in task.spans if changed_ns[span.path] >= since_ns]
+    if not paths or content_of(task, column) == content:
+        return []
+    return sorted(paths, key=lambda path: -changed_ns[path])
+
+
+def check_unchanged(
+    tasks: Sequence[Task], outcomes: Mapping[int, Outcome], found: Sequence[Found], column: str
+) -> None:
+    """Raise DataError for a file that changed after it was read; dataset.json, written next, would be newer than it."""
+    touched = set()
+    for file in (file for one in found for file in one.files):
+        try:
+            status = os.stat(file.path)
+        except OSError as error:
+            raise DataError("cannot be read", where=file.path, why=error.strerror or str(error)) from None
+        if status.st_size != file.num_bytes:
+            raise _changed(file.path)
+        if max(status.st_mtime_ns, status.st_ctime_ns) != file.changed_ns:
+            touched.add(file.path)
+    for task in tasks:
+        paths = [span.path for span in task.spans if span.path in touched]
+        if paths and content_of(task, column) != outcomes[task.number].content:
+            raise _changed(paths[0])
+
+
+def _changed(path: str) -> DataError:
+    return DataError(
+        "the file changed after it was read", where=path, why="its part of the dataset may not fit", fix="run it again"
+    )

@@ -1,0 +1,47 @@
+"""What a loader worker prints: kept in a log of the run, and said in the rank when the worker dies. Torch-free."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import IO
+
+MAX_SAID_BYTES = 64 * 1024  # of a log, from its end
+MAX_LAST_WORDS = 300
+_FATAL = "Fatal Python error"  # how faulthandler begins; what it ends with says little
+
+
+class WorkerLog:
+    """Standard output and error of one process. `path=None` keeps no file: all is said in the rank when it ends."""
+
+    def __init__(self, name: str, path: Path | None) -> None:
+        self.name, self.path = name, path
+        self.file = _open(path)
+        self._begin = self.file.seek(0, os.SEEK_END)  # the log may go on from an earlier worker's
+
+    def close(self, *, aloud: bool) -> str:
+        """Close, and give the last line, or that of a crash. `aloud`: copy all to our own standard error, by name."""
+        with self.file:
+            size = self.file.seek(0, os.SEEK_END)
+            self.file.seek(max(self._begin, size - MAX_SAID_BYTES))
+            text = self.file.read().decode(errors="replace")
+        if self.path is not None and size == 0:
+            self.path.unlink(missing_ok=True)
+        lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+        if lines and (aloud or self.path is None):
+            print(*(f"[{self.name}] {line}" for line in lines), sep="\n", file=sys.stderr, flush=True)
+        last = next((line for line in lines if line.startswith(_FATAL)), lines[-1] if lines else "")
+        return last.strip()[:MAX_LAST_WORDS]
+
+
+def _open(path: Path | None) -> IO[bytes]:
+    """The file to print to. Without a place for it (a full disk) it is an unnamed one."""
+    if path is not None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return open(path, "a+b")
+        except OSError as error:
+            print(f"no {path}: {error.strerror}", file=sys.stderr)
+    return tempfile.TemporaryFile()

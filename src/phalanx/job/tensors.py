@@ -1,0 +1,78 @@
+"""Names and shapes of a built-in model's parameters, without building it: what a checkpoint of it must hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from phalanx.job.shape import ModelShape
+
+Shape = tuple[int, ...]
+
+
+def tensor_shapes(shape: ModelShape) -> dict[str, Shape]:
+    """Each parameter's name and shape, tied ones once. Models that are planned and not yet trained have theirs, too:
+    an expert's matrices are `blocks.3.experts.5.up.weight`, the router is `blocks.3.router.weight`.
+    """
+    assert shape.is_known, "of a user's own module only counts are known"
+    assert not shape.kv_rank, "latent attention has no names yet"
+    found = dict(_outside(shape))
+    for layer in range(shape.num_layers):
+        found.update((f"blocks.{layer}.{name}", size) for name, size in _block(shape, layer))
+    return found
+
+
+def _outside(shape: ModelShape) -> Iterator[tuple[str, Shape]]:
+    if shape.reads_images:
+        yield "patch.weight", (shape.dim, shape.num_channels, shape.patch_size, shape.patch_size)
+        yield "patch.bias", (shape.dim,)
+        if shape.pooling == "class_token":
+            yield "embed_class", (shape.dim,)
+        yield "embed_positions", (shape.tokens_of(0), shape.dim)
+        yield from _linear("head", shape.num_classes, shape.dim, True)
+    else:
+        yield "embed.weight", (shape.vocab_size, shape.dim)
+        if shape.positions == "learned":
+            yield "embed_positions.weight", (shape.max_positions, shape.dim)
+        if not shape.tie_embeddings:
+            yield "head.weight", (shape.vocab_size, shape.dim)
+    yield from _norm("norm", shape)
+
+
+def _block(shape: ModelShape, layer: int) -> Iterator[tuple[str, Shape]]:
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    into, out_of = shape.bias != "none", shape.bias == "all"
+    for name in ("attention_norm", "ffn_norm", *(("attention_post_norm", "ffn_post_norm") if shape.post_norms else ())):
+        yield from _norm(name, shape)
+    for name, width in (("q", queries), ("k", keys), ("v", keys)):
+        yield from _linear(f"attention.{name}", width, shape.dim, into)
+    yield from _linear("attention.o", shape.dim, queries, out_of)
+    if shape.qk_norm:
+        yield from ((f"attention.{name}.weight", (shape.head_dim,)) for name in ("q_norm", "k_norm"))
+    if not shape.num_experts or layer < shape.num_dense_layers:
+        yield from _feed_forward("ffn", shape, shape.ffn_dim)
+        return
+    yield "router.weight", (shape.num_experts, shape.dim)
+    for expert in range(shape.num_experts):
+        yield from _feed_forward(f"experts.{expert}", shape, shape.expert_ffn_dim)
+    for expert in range(shape.num_shared_experts):
+        yield from _feed_forward(f"shared_experts.{expert}", shape, shape.expert_ffn_dim)
+
+
+def _feed_forward(name: str, shape: ModelShape, width: int) -> Iterator[tuple[str, Shape]]:
+    bias = shape.bias == "all"
+    if shape.is_gated:
+        yield from _linear(f"{name}.gate", width, shape.dim, bias)
+    yield from _linear(f"{name}.up", width, shape.dim, bias)
+    yield from _linear(f"{name}.down", shape.dim, width, bias)
+
+
+def _linear(name: str, rows: int, columns: int, bias: bool) -> Iterator[tuple[str, Shape]]:
+    yield f"{name}.weight", (rows, columns)
+    if bias:
+        yield f"{name}.bias", (rows,)
+
+
+def _norm(name: str, shape: ModelShape) -> Iterator[tuple[str, Shape]]:
+    yield f"{name}.weight", (shape.dim,)
+    if shape.norm == "layernorm":
+        yield f"{name}.bias", (shape.dim,)

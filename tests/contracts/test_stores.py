@@ -1,0 +1,409 @@
+"""What every place for checkpoints must do. A new module in checkpoint/stores must be opened here, too."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx.checkpoint.epoch import take_epoch
+from phalanx.checkpoint.folder import Folder, LocalFolder
+from phalanx.checkpoint.load import load
+from phalanx.checkpoint.manifest import MANIFEST, read_manifest
+from phalanx.checkpoint.retention import Retention, prune
+from phalanx.checkpoint.save import Saved, save
+from phalanx.checkpoint.stores import find_checkpoint, is_url, newest_step, open_store
+from phalanx.checkpoint.stores._remote import Patience
+from phalanx.checkpoint.stores.object import ObjectFolder, ObjectStore
+from phalanx.checkpoint.stores.protocol import Store
+from phalanx.checkpoint.verify import verify_checkpoint
+from phalanx.core.errors import CheckpointError, EnvironmentProblem
+from phalanx.core.phases import Phases
+from phalanx.core.registry import names
+from phalanx.mesh.logical import Box, LogicalShard, dtype_name
+from phalanx.mesh.mesh import Mesh
+from phalanx.plan.layout import Layout
+from s3_server import BUCKET, CREDENTIALS, Server, s3_server
+
+ONE = Mesh(Layout(), 0, 0, torch.device("cpu"))
+KINDS = {"local": "local", "file": "object", "memory": "object", "s3": "object"}
+Tensors = dict[str, torch.Tensor]
+_number = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with s3_server() as server:
+        old = {name: os.environ.get(name) for name in server.env}
+        os.environ.update(server.env)
+        yield server
+        for name, value in old.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+@pytest.fixture(params=list(KINDS))
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    return new_store(request.param, tmp_path, request)
+
+
+def new_store(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> Store:
+    """An empty one."""
+    if kind == "s3":
+        request.getfixturevalue("server")
+    url = {
+        "local": None,
+        "file": f"file://{tmp_path}/a folder",
+        "memory": f"memory://test/{next(_number)}",
+        "s3": f"s3://{BUCKET}/run {next(_number)}",
+    }[kind]
+    return open_store(tmp_path, url)
+
+
+def test_every_store_is_covered() -> None:
+    assert set(KINDS.values()) == set(names("phalanx.checkpoint.stores")) - {"protocol"}
+
+
+def tensors(seed: int = 0) -> Tensors:
+    dice = torch.Generator().manual_seed(seed)
+    return {
+        "frozen": torch.randn(700, 500, generator=dice),
+        "trained": torch.randn(64, 500, generator=dice),
+        "count": torch.tensor(seed),
+        "empty": torch.zeros(0, 3),
+    }
+
+
+def shards(whole: Tensors) -> dict[str, LogicalShard]:
+    found = {}
+    for name, tensor in whole.items():
+        origin, size = (0,) * tensor.dim(), tuple(tensor.shape)
+        found[name] = LogicalShard(name, size, dtype_name(tensor.dtype), (Box(origin, origin, size),), tensor)
+    return found
+
+
+def save_in(store: Store, step: int, whole: Tensors, **more: Any) -> Saved:
+    how = {"aliases": {"tied": "frozen"}, "facts": {"step": step}, "job_digest": "", "group": ONE, "phases": Phases()}
+    return save(store, step, shards(whole), **how | more)  # type: ignore[arg-type]
+
+
+def loaded(folder: Folder, like: Tensors) -> Tensors:
+    found = {name: torch.full_like(tensor, 7) for name, tensor in like.items()}
+    load(folder, shards(found), group=ONE, phases=Phases())
+    return found
+
+
+def require_whole(folder: Folder, reference: Tensors) -> None:
+    """It verifies, and every tensor is bit-equal to the reference."""
+    assert verify_checkpoint(folder) == []
+    found = loaded(folder, reference)
+    assert [name for name in reference if not torch.equal(found[name], reference[name])] == []
+
+
+def overwrite(folder: Folder, name: str, data: bytes) -> None:
+    if isinstance(folder, LocalFolder):
+        (folder.path / name).unlink()  # the file of this folder alone, if it is linked
+        (folder.path / name).write_bytes(data)
+    else:
+        assert isinstance(folder, ObjectFolder)
+        folder.remote.put(f"{folder.name}/{name}", data)
+
+
+def steps(store: Store) -> list[int]:
+    return [folder.step for folder in store.folders()]
+
+
+def test_what_is_saved_is_found_and_read_back(store: Store) -> None:
+    assert (store.folders(), newest_step(store)) == ([], 0)
+    store.probe()
+    assert store.folders() == []
+    for step in (100, 9, 20):
+        saved = save_in(store, step, tensors(step))
+        assert saved.num_bytes == sum(saved.folder.sizes().values()) - saved.folder.sizes()[MANIFEST]
+    assert (steps(store), newest_step(store)) == ([9, 20, 100], 100)
+    for folder in store.folders():
+        require_whole(folder, tensors(folder.step))
+        assert read_manifest(folder).facts == {"step": folder.step}
+        assert folder.written_unix_s() > 1.7e9
+        again = store.folder(folder.name)
+        assert (again.url, again.step) == (folder.url, folder.step)
+        place = folder.url if is_url(folder.url) else Path(folder.url)
+        assert find_checkpoint(place).url == folder.url
+
+
+def test_a_step_can_be_saved_again(store: Store) -> None:
+    save_in(store, 5, tensors(1))
+    save_in(store, 6, tensors(1))
+    save_in(store, 5, tensors(2))
+    assert steps(store) == [5, 6]
+    require_whole(store.folders()[0], tensors(2))
+    require_whole(store.folders()[1], tensors(1))
+
+
+def test_a_draft_is_no_checkpoint_and_leaves_nothing(store: Store) -> None:
+    old = tensors(1)
+    save_in(store, 1, old)
+    draft = store.begin(2)
+    mine = store.join(2, draft.token)
+    saved = store.folders()[0]
+    assert mine.reuse("rank-0000.safetensors", saved, "rank-0000.safetensors")
+    assert steps(store) == [1]
+    store.discard(draft)
+    store.clean_up()
+    require_whole(store.folders()[0], old)
+    lost = store.begin(3)  # its process is killed
+    assert store.join(3, lost.token).reuse("rank-0000.safetensors", saved, "rank-0000.safetensors")
+    save_in(store, 3, tensors(3))
+    assert steps(store) == [1, 3]
+    require_whole(store.folders()[1], tensors(3))
+    assert draft.url not in everything(store)
+    assert lost.url not in everything(store)
+
+
+def everything(store: Store) -> str:
+    """All names in the store, as one text."""
+    if isinstance(store, ObjectStore):
+        return "\n".join(f"{store.url}/{key}" for key in store._remote.list())
+    root = Path(store.url)
+    return "\n".join(str(path) for path in root.rglob("*"))
+
+
+def test_blocks_that_did_not_change_are_not_sent_again(store: Store) -> None:
+    """And each checkpoint is whole by itself: whatever else goes, it stays."""
+    whole = tensors()
+    first = save_in(store, 1, whole)
+    assert first.num_new_bytes == first.num_bytes
+    new_bytes = []
+    for step in (2, 3, 4):
+        whole["trained"] += 1
+        whole["count"] += 1
+        new_bytes.append(save_in(store, step, whole).num_new_bytes)
+    frozen_bytes = whole["frozen"].numel() * 4
+    assert new_bytes[0] >= frozen_bytes  # once more, apart from what changes
+    assert max(new_bytes[1:]) < first.num_bytes - frozen_bytes + 2000
+    nothing_new = save_in(store, 5, whole)
+    assert nothing_new.num_new_bytes == 0
+    assert save_in(store, 6, whole, incremental=False).num_new_bytes >= first.num_bytes
+    for folder in store.folders():
+        if folder.step in (1, 2, 3):
+            store.remove(folder)
+    for folder in store.folders():
+        require_whole(folder, whole)
+
+
+def test_a_file_of_another_length_is_not_taken_over(store: Store) -> None:
+    whole = tensors()
+    first = save_in(store, 1, whole)
+    name = "rank-0000.safetensors"
+    overwrite(first.folder, name, first.folder.read(name) + b"x")
+    assert save_in(store, 2, whole).num_new_bytes == first.num_bytes
+    require_whole(store.folders()[-1], whole)
+
+
+def test_a_checkpoint_whose_manifest_is_damaged_is_not_built_upon(store: Store) -> None:
+    whole = tensors()
+    first = save_in(store, 1, whole)
+    overwrite(first.folder, MANIFEST, b"{}")
+    assert save_in(store, 2, whole).num_new_bytes == first.num_bytes
+    require_whole(store.folders()[-1], whole)
+
+
+def test_what_is_pruned_is_gone_and_the_newest_that_verifies_stays(store: Store) -> None:
+    for step in (1, 2, 3, 4):
+        save_in(store, step, tensors(step))
+    assert [folder.step for folder in prune(store, Retention(last=2, kept=frozenset({1})))] == [2]
+    name = "rank-0000.safetensors"
+    for folder in store.folders()[1:]:
+        overwrite(folder, name, folder.read(name)[:-1] + b"?")
+    assert prune(store, Retention(last=2)) == []
+    assert steps(store) == [1, 3, 4]
+    store.remove(store.folders()[1])
+    assert steps(store) == [1, 4]
+    assert "step-3" not in everything(store)
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "missing", "extra"])
+def test_damage_is_found(store: Store, damage: str) -> None:
+    folder = save_in(store, 1, tensors()).folder
+    name = "rank-0000.safetensors"
+    data = folder.read(name)
+    if damage == "flip":
+        overwrite(folder, name, data[:-2] + bytes([data[-2] ^ 4]) + data[-1:])
+    elif damage == "cut":
+        overwrite(folder, name, data[:-1])
+    elif damage == "extra":
+        folder_write(folder, "stray", b"")
+    elif isinstance(folder, LocalFolder):
+        (folder.path / name).unlink()
+    else:
+        assert isinstance(folder, ObjectFolder)
+        folder.remote.remove(f"{folder.name}/{name}")
+    problems = verify_checkpoint(folder)
+    assert problems
+    assert str(problems[0].where).startswith(folder.url)
+    with pytest.raises(CheckpointError):
+        loaded(folder, tensors())
+
+
+def folder_write(folder: Folder, name: str, data: bytes) -> None:
+    if isinstance(folder, LocalFolder):
+        (folder.path / name).write_bytes(data)
+    else:
+        overwrite(folder, name, data)
+
+
+def test_a_job_whose_run_was_taken_cannot_commit(store: Store, tmp_path: Path) -> None:
+    """It was thought dead and woke up. Before its save, or in the middle of it, another job took the run."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    ours = take_epoch(run_dir)
+    old = tensors(1)
+    assert read_manifest(save_in(store, 1, old, epoch=ours).folder).epoch == 1
+    with pytest.raises(CheckpointError, match="another job took this run"):
+        save_in(store, 2, tensors(2), epoch=ours, before_commit=lambda: take_epoch(run_dir))
+    assert steps(store) == [1]
+    with pytest.raises(CheckpointError, match="its epoch is 2, not 1"):
+        save_in(store, 1, tensors(3), epoch=ours)
+    store.clean_up()
+    require_whole(store.folders()[0], old)
+    assert "step-2" not in everything(store)
+
+
+# Object stores alone
+
+
+def test_an_upload_that_was_cut_off_is_not_committed() -> None:
+    """A store that says "done" with half of the bytes."""
+    store = ObjectStore.open("memory://test/cut")
+
+    def cut() -> None:
+        for key, size in store._remote.list().items():
+            if key.endswith(".safetensors"):
+                store._remote.put(key, store._remote.read(key, 0, size // 2))
+
+    with pytest.raises(CheckpointError, match="the store has .* bytes of it, not"):
+        save_in(store, 1, tensors(), before_commit=cut)
+    assert everything(store) == ""
+
+
+def test_of_one_step_the_last_commit_counts_while_the_older_is_still_there() -> None:
+    """As after a crash between the two."""
+    store = ObjectStore.open("memory://test/two")
+    old = save_in(store, 1, tensors(1)).folder
+    files = {name: old.read(name) for name in old.sizes()}
+    save_in(store, 1, tensors(2))
+    for name, data in files.items():
+        overwrite(old, name, data)
+    assert steps(store) == [1]
+    require_whole(store.folders()[0], tensors(2))
+    store.clean_up()
+    assert old.name not in everything(store)
+    require_whole(store.folders()[0], tensors(2))
+
+
+def test_a_range_is_read_and_not_the_file() -> None:
+    store = ObjectStore.open("memory://test/ranges")
+    whole = {"big": torch.randn(12 << 10, 1 << 10)}  # 48 MiB: twelve chunks
+    folder = save_in(store, 1, whole).folder
+    asked: list[int] = []
+    fetch = store._remote.fs.cat_file
+
+    def counted(path: str, start: int, end: int) -> bytes:
+        data: bytes = fetch(path, start=start, end=end)
+        asked.append(len(data))
+        return data
+
+    part = torch.zeros(256, 1 << 10)
+    wanted = LogicalShard("big", (12 << 10, 1 << 10), "float32", (Box((5000, 0), (0, 0), (256, 1 << 10)),), part)
+    store._remote.fs.cat_file = counted
+    try:
+        load(folder, {"big": wanted}, group=ONE, phases=Phases())
+        one_part = sum(asked[1:])  # the manifest was first
+        asked.clear()
+        assert verify_checkpoint(folder) == []
+    finally:
+        del store._remote.fs.cat_file
+    assert torch.equal(part, whole["big"][5000:5256])
+    assert one_part <= 3 * (4 << 20)
+    assert len(asked) < 8  # whoever reads on gets more at once
+
+
+S3_FAULTS: dict[str, dict[str, Any]] = {
+    "writing": {"method": "PUT", "part": "rank-", "status": 500},
+    "in the middle of a file": {"method": "PUT", "part": "partNumber=2", "status": 503},
+    "the manifest": {"method": "PUT", "part": MANIFEST, "status": 500},
+    "listing": {"method": "GET", "part": "list-type", "status": 500},
+    "slow": {"method": "PUT", "part": "rank-", "delay_s": 0.3},
+}
+
+
+@pytest.mark.parametrize("name", list(S3_FAULTS))
+def test_what_fails_for_a_while_is_tried_again_and_said(name: str, server: Server, tmp_path: Path) -> None:
+    said: list[str] = []
+    store = ObjectStore.open(f"s3://{BUCKET}/{name}", say=said.append, patience=Patience(first_wait_s=0.01))
+    whole = tensors() | {"large": torch.ones(5 << 20)}  # more than what is sent in one request
+    server.fail(times=2, **S3_FAULTS[name])
+    save_in(store, 1, whole)
+    assert server.num_failed() == 2
+    assert bool(said) == (name != "slow")
+    assert all("is tried again" in line for line in said)
+    require_whole(store.folders()[0], whole)
+
+
+@pytest.mark.parametrize("name", ["writing", "in the middle of a file", "the manifest", "listing"])
+def test_what_fails_for_good_is_an_error_and_leaves_the_old_checkpoint(name: str, server: Server) -> None:
+    said: list[str] = []
+    store = ObjectStore.open(f"s3://{BUCKET}/for good {name}", say=said.append, patience=Patience(3, 0.01))
+    old, new = tensors(1), tensors(2) | {"large": torch.ones(5 << 20)}
+    save_in(store, 1, old)
+    server.fail(times=1000, **S3_FAULTS[name])
+    with pytest.raises(CheckpointError, match="tried 3 times") as caught:
+        save_in(store, 2, new)
+    assert CREDENTIALS["AWS_SECRET_ACCESS_KEY"] not in str(caught.value)
+    server.fail(times=0)
+    assert steps(store) == [1]
+    require_whole(store.folders()[0], old)
+    save_in(store, 2, new)  # which also removes what could not be removed
+    assert steps(store) == [1, 2]
+    require_whole(store.folders()[1], new)
+    assert len({line.split("/step-2-")[1][:13] for line in everything(store).splitlines() if "/step-2-" in line}) == 1
+
+
+def test_a_bucket_that_is_not_there_is_said_at_once(server: Server) -> None:
+    with pytest.raises(CheckpointError, match="bucket does not exist"):
+        ObjectStore.open("s3://no-such-bucket/run").probe()
+
+
+def test_a_full_disk_behind_a_url_is_not_tried_again(tmp_path: Path) -> None:
+    store = ObjectStore.open("file:///dev/full/x", patience=Patience(2, 30.0))
+    with pytest.raises(CheckpointError, match="failed while writing"):
+        store.probe()
+
+
+@pytest.mark.parametrize("url", ["nothing://here", "s4://bucket"])
+def test_what_nothing_opens_is_refused(url: str) -> None:
+    with pytest.raises(CheckpointError, match="cannot be opened"):
+        open_store(Path(), url)
+
+
+def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object, **__: object) -> None:
+        raise ImportError("Please install gcsfs to access Google Storage")
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", missing)
+    with pytest.raises(EnvironmentProblem, match=r"phalanx\[gcs\]"):
+        open_store(Path(), "gs://bucket/run")
+
+
+def test_words_about_a_url_hold_no_password() -> None:
+    store = ObjectStore.open("memory://someone:hunter2hunter2@test/run")
+    save_in(store, 1, tensors())
+    overwrite(store.folders()[0], MANIFEST, b"{}")
+    said = f"{store.url} {store.folders()[0].url} {verify_checkpoint(store.folders()[0])[0]}"
+    assert "hunter2" not in said
+    assert json.dumps(said)

@@ -1,0 +1,230 @@
+"""A run continued at another world size or sharding: every bit of its state, its data in the order it would have had,
+and the losses of the run that had that layout from its first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoints import (
+    CHUNK_BYTES,
+    Tensors,
+    bytes_needed,
+    counting_reads,
+    newest,
+    restore_state,
+    save_state,
+)
+from models import shape
+from phalanx.core.digest import stable_hash64
+from phalanx.data.ledger import check_ledger
+from phalanx.job.schema import Optim
+from phalanx.mesh.logical import LogicalShard, local_bytes
+from phalanx.mesh.mesh import Mesh, open_mesh
+from phalanx.nn.models.decoder import Decoder
+from phalanx.optim.build import build_optimizer
+from phalanx.parallel.parallelize import parallelize
+from phalanx.plan.planner import Plan
+from phalanx.train.state import TrainState
+from ranks import run_ranks
+from resuming import (
+    SAVED,
+    STEPS,
+    Outcome,
+    copy_run,
+    differing,
+    job_for,
+    new_module,
+    new_state,
+    plan_for,
+    resume,
+    train,
+    write_corpus,
+)
+
+Degrees = dict[str, int]
+
+# ZeRO 1 joins when it is a layout that can be asked for: one entry for each world size.
+FEW: dict[int, dict[str, Degrees]] = {
+    1: {"one": {}},
+    2: {"zero2": {"dp_shard": 2, "zero_stage": 2}},
+    3: {"zero3": {"dp_shard": 3, "zero_stage": 3}},
+    4: {"hsdp": {"dp_replicate": 2, "dp_shard": 2, "zero_stage": 3}},
+}
+PAIR: dict[int, dict[str, Degrees]] = {1: {"one": {}}, 3: {"ddp": {"dp_replicate": 3}}}
+MANY: dict[int, dict[str, Degrees]] = {
+    1: {"one": {}},
+    2: {"ddp": {"dp_replicate": 2}, "zero3": {"dp_shard": 2, "zero_stage": 3}, **FEW[2]},
+    3: {"ddp": {"dp_replicate": 3}, **FEW[3]},
+    4: {"zero2": {"dp_shard": 4, "zero_stage": 2}, "zero3": {"dp_shard": 4, "zero_stage": 3}, **FEW[4]},
+    6: {"hsdp": {"dp_replicate": 2, "dp_shard": 3, "zero_stage": 2}},
+    8: {"hsdp": {"dp_replicate": 4, "dp_shard": 2, "zero_stage": 3}, "zero3": {"dp_shard": 8, "zero_stage": 3}},
+}
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+
+
+def each(num_ranks: int, layouts: dict[str, Degrees]) -> Iterator[tuple[str, Any, Plan, Mesh]]:
+    for name, degrees in layouts.items():
+        plan = plan_for(num_ranks, **degrees)
+        with open_mesh(plan.layout, device="cpu") as mesh:
+            yield f"{name}-{num_ranks}", job_for(num_ranks, **degrees), plan, mesh
+
+
+def run_straight(rank: int, num_ranks: int, layouts: dict[str, Degrees], root: Path, dtype: torch.dtype) -> Any:
+    """An uninterrupted run under each layout, saved on the way."""
+    found = {}
+    for name, job, plan, mesh in each(num_ranks, layouts):
+        run_dir = copy_run(root / "empty", root / f"{dtype} {name}", mesh)
+        state = new_state(mesh, job, plan, new_module(dtype))
+        found[name] = train(state, job, plan, run_dir, attempt=0, look_at=(SAVED,))
+    return found
+
+
+def continue_all(
+    rank: int, num_ranks: int, layouts: dict[str, Degrees], root: Path, dtype: torch.dtype, saved: dict[str, Tensors]
+) -> Any:
+    """Each saved run continued under each layout: (tensors not restored to the bit, the rest of the run)."""
+    found = {}
+    for name, job, plan, mesh in each(num_ranks, layouts):
+        for source, reference in saved.items():
+            run_dir = copy_run(root / f"{dtype} {source}", root / f"{dtype} {source} to {name}", mesh)
+            state = new_state(mesh, job, plan, new_module(dtype, seed=2))
+            outcome = resume(state, job, plan, run_dir)
+            found[source, name] = (differing(outcome.whole[SAVED], reference), replace(outcome, whole={}))
+    return found
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """Straight runs and continued ones, rank 0's account of each; `wrong` names what any rank restored otherwise."""
+
+    root: Path
+    dtype: torch.dtype
+    straight: dict[str, Outcome]
+    continued: dict[tuple[str, str], Outcome]
+    wrong: dict[tuple[str, str], list[str]]
+
+
+def campaign(root: Path, dtype: torch.dtype, layouts: dict[int, dict[str, Degrees]]) -> Campaign:
+    """One group of ranks for each world size saves, one continues what all have saved."""
+    write_corpus(root)
+    straight: dict[str, Outcome] = {}
+    for num_ranks, some in layouts.items():
+        straight |= run_ranks(num_ranks, run_straight, num_ranks, some, root, dtype)[0]
+    saved = {name: outcome.whole[SAVED] for name, outcome in straight.items()}
+    continued: dict[tuple[str, str], Outcome] = {}
+    wrong: dict[tuple[str, str], list[str]] = {}
+    for num_ranks, some in layouts.items():
+        outcomes = run_ranks(num_ranks, continue_all, num_ranks, some, root, dtype, saved, deadline_s=300)
+        for pair in outcomes[0]:
+            continued[pair] = outcomes[0][pair][1]
+            wrong[pair] = sorted({name for outcome in outcomes for name in outcome[pair][0]})
+    print(f"{len(continued)} pairs of layouts in {dtype}")
+    return Campaign(root, dtype, straight, continued, wrong)
+
+
+def require_all(found: Campaign, num_layouts: int) -> None:
+    assert len(found.continued) == num_layouts**2
+    assert {pair: wrong for pair, wrong in found.wrong.items() if wrong} == {}
+    for (source, target), outcome in found.continued.items():
+        reference = found.straight[target]
+        for step in range(SAVED + 1, STEPS + 1):
+            case = (source, target, step)
+            assert outcome.losses[step] == pytest.approx(reference.losses[step], rel=TOLERANCE[found.dtype]), case
+            assert outcome.read[step] == reference.read[step], case
+        assert {**outcome.facts} == {**reference.facts}
+        report = check_ledger(found.root / f"{found.dtype} {source} to {target}")
+        assert (report.ok, report.num_steps, report.num_attempts) == (True, STEPS, 2), (source, target, report.problems)
+        assert report.num_samples == STEPS * 24
+
+
+@pytest.mark.parametrize(
+    ("dtype", "layouts"),
+    [
+        pytest.param(torch.float64, FEW, id="fp64, few"),
+        pytest.param(torch.float32, PAIR, id="fp32, a pair"),
+        pytest.param(torch.float64, MANY, id="fp64, many", marks=pytest.mark.long),
+        pytest.param(torch.float32, MANY, id="fp32, many", marks=pytest.mark.long),
+    ],
+)
+def test_continued_under_every_layout(
+    dtype: torch.dtype, layouts: dict[int, dict[str, Degrees]], tmp_path: Path
+) -> None:
+    """The state to the bit, the samples of the ledger, and the losses of the run that was never interrupted."""
+    found = campaign(tmp_path, dtype, layouts)
+    require_all(found, sum(map(len, layouts.values())))
+    assert len({outcome.losses[STEPS] for outcome in found.straight.values()}) > 1  # each layout has its own rounding
+
+
+# A larger model in bf16: nobody reads more than its part
+
+
+LARGE_VOCAB = 32_771
+
+
+def large_state(mesh: Mesh, plan: Plan) -> TrainState:
+    """51 MB, nearly all of it an embedding of uneven rows in bf16 and its two moments."""
+    with torch.device("meta"):
+        module = Decoder(replace(shape(num_layers=1), vocab_size=LARGE_VOCAB, dim=256, ffn_dim=41)).to(torch.bfloat16)
+    model = parallelize(module, plan, mesh, seed=0)
+    return TrainState(model, build_optimizer(model, Optim()), 0)
+
+
+def pattern(shard: LogicalShard) -> torch.Tensor:
+    """What a rank's storage holds if every element is a function of the tensor's name and of its place in the whole."""
+    local = torch.zeros_like(shard.tensor)
+    for box in shard.boxes:
+        values = torch.full(box.size, stable_hash64(shard.name) % 7, dtype=torch.int64)
+        for dim, (first, length) in enumerate(zip(box.global_offset, box.size, strict=True)):
+            along = torch.arange(first, first + length) * (31 * dim + 1)
+            values += along.view(-1, *(1,) * (len(box.size) - dim - 1))
+        inside = tuple(slice(o, o + n) for o, n in zip(box.local_offset, box.size, strict=True))
+        local[inside] = (values % 251).to(local.dtype)
+    return local
+
+
+def save_large(rank: int, num_ranks: int, root: Path, layout: str, degrees: Degrees) -> None:
+    plan = plan_for(num_ranks, **degrees)
+    with open_mesh(plan.layout, device="cpu") as mesh:
+        state = large_state(mesh, plan)
+        for shard in state.shards().values():
+            shard.tensor.copy_(pattern(shard))
+        save_state(state, root / layout)
+
+
+def load_large(
+    rank: int, num_ranks: int, root: Path, layouts: list[str], degrees: Degrees
+) -> dict[str, tuple[list[str], dict[str, int], dict[str, int], int]]:
+    """By writer: what was not restored, bytes read and bytes needed by file, and this rank's bytes."""
+    found = {}
+    plan = plan_for(num_ranks, **degrees)
+    with open_mesh(plan.layout, device="cpu") as mesh:
+        for layout in layouts:
+            state = large_state(mesh, plan)
+            with counting_reads() as read:
+                restore_state(state, newest(root / layout))
+            shards = state.shards()
+            wrong = [name for name, shard in shards.items() if not torch.equal(shard.tensor, pattern(shard))]
+            found[layout] = (wrong, read, bytes_needed(newest(root / layout), shards), local_bytes(shards))
+    return found
+
+
+def test_a_rank_of_a_real_model_reads_its_part_and_no_more(tmp_path: Path) -> None:
+    """In bf16: those chunks of 4 MiB that hold bytes of its own, each once, whatever layout wrote them."""
+    writers = {"one": (1, {}), "zero3": (3, {"dp_shard": 3})}
+    for name, (num_ranks, degrees) in writers.items():
+        run_ranks(num_ranks, save_large, num_ranks, tmp_path, name, degrees)
+    for num_ranks, degrees in ((2, {"dp_replicate": 2}), (4, {"dp_shard": 4})):
+        outcomes = run_ranks(num_ranks, load_large, num_ranks, tmp_path, list(writers), degrees)
+        for rank, outcome in enumerate(outcomes):
+            for writer, (wrong, read, needed, own_bytes) in outcome.items():
+                assert wrong == [], (rank, writer)
+                assert read == needed, (rank, writer)
+                # Its own bytes, and for each of three large tensors in each file not more than a chunk at either end.
+                assert sum(read.values()) <= own_bytes + 3 * len(read) * 2 * CHUNK_BYTES, (rank, writer)

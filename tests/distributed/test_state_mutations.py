@@ -1,0 +1,187 @@
+"""Every piece of state in a checkpoint is needed: what a resume must give is lost if any one of them is.
+
+The pieces are those found in a real checkpoint. Each is dropped, and each is set back to what a new process begins
+with; then the tests of resuming below must notice. One that notices nothing is a piece that nobody needs, or a hole in
+the tests.
+"""
+
+from __future__ import annotations
+
+import runpy
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoints import edit_manifest, newest, restore_state, save_state
+from phalanx.checkpoint.manifest import read_manifest
+from phalanx.core.errors import CheckpointError
+from phalanx.mesh.mesh import Mesh, open_mesh
+from phalanx.train.state import TrainState
+from ranks import run_ranks
+from resuming import (
+    SAVED,
+    STEPS,
+    Outcome,
+    copy_run,
+    differing,
+    job_for,
+    new_module,
+    new_state,
+    plan_for,
+    resume,
+    train,
+    write_corpus,
+)
+
+READER = Path(__file__).parents[2] / "docs" / "read_checkpoint.py"
+TOKENIZER = "00aa"
+JOB, PLAN = job_for(1), plan_for(1)
+Damage = Callable[[Path], None]
+
+
+def new_process(mesh: Mesh, *, tokenizer: str = TOKENIZER) -> TrainState:
+    """A state as a process has it before it restores: other weights than any run has, and dropout."""
+    return new_state(mesh, JOB, PLAN, new_module(torch.float32, dropout=0.2, seed=2), tokenizer=tokenizer)
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """A run that nothing happened to, and what its checkpoint makes of a new process."""
+
+    root: Path
+    mesh: Mesh
+    straight: Outcome
+
+    def lost(self, damage: Damage) -> list[str]:
+        """What a resume no longer gives when `damage` was done to its run; empty if nothing is missed."""
+        run_dir = copy_run(self.root / "straight", self.root / "damaged", self.mesh)
+        try:
+            damage(run_dir)
+            return list(self._lost(run_dir))
+        finally:
+            shutil.rmtree(run_dir)
+
+    def _lost(self, run_dir: Path) -> Iterator[str]:
+        state = new_process(self.mesh)
+        saved = newest(run_dir)
+        try:
+            outcome = resume(state, JOB, PLAN, run_dir)
+        except CheckpointError as error:
+            yield f"refused: {error}"
+            return
+        for what in ("losses", "norms", "read"):
+            rest = {step: value for step, value in getattr(self.straight, what).items() if step > SAVED}
+            if getattr(outcome, what) != rest:
+                yield what
+        if outcome.facts != self.straight.facts:
+            yield "facts"
+        yield from differing(outcome.whole.get(STEPS, {}), self.straight.whole[STEPS])
+        other_seed = new_process(self.mesh)
+        other_seed.seed += 1
+        for name, other in (("seed", other_seed), ("tokenizer", new_process(self.mesh, tokenizer="00bb"))):
+            if not _refuses(other, saved):
+                yield f"protection from another {name}"
+        yield from self._unreadable(saved)
+
+    def _unreadable(self, saved: Path) -> Iterator[str]:
+        """Names of the module that somebody with the format's description alone no longer finds."""
+        found = runpy.run_path(str(READER))["read_tensors"](saved)
+        for name, tensor in new_module(torch.float32).state_dict().items():
+            if name not in found or list(found[name].shape) != list(tensor.shape):
+                yield f"{name} for readers"
+
+
+def _refuses(state: TrainState, saved: Path) -> bool:
+    try:
+        restore_state(state, saved)
+    except CheckpointError:
+        return True
+    return False
+
+
+def drop(part: str, key: str, run_dir: Path) -> None:
+    edit_manifest(newest(run_dir), lambda body: body[part].pop(key))
+
+
+def reset_tensor(mesh: Mesh, name: str, run_dir: Path) -> None:
+    """What the checkpoint has of one tensor becomes what a new process has; zeros where that is the same."""
+    state, fresh = new_process(mesh), new_process(mesh)
+    restore_state(state, newest(run_dir))
+    target, source = state.shards()[name].tensor, fresh.shards()[name].tensor
+    if torch.equal(target, source):
+        source.zero_()
+    assert not torch.equal(target, source), name
+    target.copy_(source)
+    shutil.rmtree(newest(run_dir))
+    save_state(state, run_dir)
+
+
+def reset_fact(key: str, run_dir: Path) -> None:
+    """A number becomes 0, a text empty: what a TrainState begins with."""
+
+    def change(body: dict[str, Any]) -> None:
+        value = body["facts"][key]
+        assert value, f"{key} is {value!r} already: resetting it shows nothing"
+        body["facts"][key] = type(value)()
+
+    edit_manifest(newest(run_dir), change)
+
+
+def damages(checkpoint: Path, mesh: Mesh) -> Iterator[tuple[str, Damage]]:
+    """Every mutation, by what a checkpoint holds."""
+    manifest = read_manifest(checkpoint)
+    for name in manifest.tensors:
+        yield f"drop tensor {name}", partial(drop, "tensors", name)
+        yield f"reset tensor {name}", partial(reset_tensor, mesh, name)
+    for key in manifest.facts:
+        yield f"drop fact {key}", partial(drop, "facts", key)
+        yield f"reset fact {key}", partial(reset_fact, key)
+    for name in manifest.aliases:
+        yield f"drop alias {name}", partial(drop, "aliases", name)
+
+
+def mutate(rank: int, root: Path) -> dict[str, list[str]]:
+    with open_mesh(PLAN.layout, device="cpu") as mesh:
+        state = new_state(mesh, JOB, PLAN, new_module(torch.float32, dropout=0.2), tokenizer=TOKENIZER)
+        run_dir = copy_run(root / "empty", root / "straight", mesh)
+        straight = train(state, JOB, PLAN, run_dir, attempt=0, look_at=(STEPS,))
+        workshop = Workshop(root, mesh, straight)
+        found = {"nothing": workshop.lost(lambda run_dir: None)}
+        return found | {name: workshop.lost(damage) for name, damage in damages(newest(run_dir), mesh)}
+
+
+@pytest.fixture(scope="module")
+def lost(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    root = tmp_path_factory.mktemp("mutations")
+    write_corpus(root)
+    return dict(run_ranks(1, mutate, root, deadline_s=300)[0])
+
+
+def test_nothing_is_lost_where_nothing_was_changed(lost: dict[str, list[str]]) -> None:
+    """The reference: a new process at another place of its random numbers, with other weights, goes on to the bit."""
+    assert lost["nothing"] == []
+
+
+def test_every_key_of_the_state_is_needed(lost: dict[str, list[str]]) -> None:
+    survived = [name for name, missing in lost.items() if name != "nothing" and not missing]
+    print(f"{len(lost) - 1} mutations of a checkpoint")
+    assert survived == []
+
+
+def test_what_is_not_there_is_never_made_up(lost: dict[str, list[str]]) -> None:
+    """A tensor or a fact that was dropped is refused, never begun anew."""
+    for name, missing in lost.items():
+        if name.startswith(("drop tensor", "drop fact")):
+            assert missing[0].startswith("refused"), name
+
+
+def test_the_mutations_reach_every_kind_of_state(lost: dict[str, list[str]]) -> None:
+    kinds = ("exp_avg", "exp_avg_sq", "/step", "running_var", "scale", "frozen.weight", "lookup.weight", "samples_seen")
+    for kind in (*kinds, "tokens_seen", "fact step", "seed", "tokenizer", "alias out.weight"):
+        assert any(name.endswith(kind) for name in lost), kind

@@ -1,0 +1,412 @@
+"""`phalanx checkpoint import` and `export` as a person uses them; weights that are not what they say; pickles."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pickle
+import struct
+import warnings
+import zipfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from phalanx.checkpoint.exchange.new_directory import new_directory
+from phalanx.checkpoint.exchange.settings import config_of_shape
+from phalanx.checkpoint.exchange.stored import StoredBag
+from phalanx.cli._app import run
+from phalanx.core.registry import names
+from phalanx.job.load import load_job
+from phalanx.job.model import shape_of
+from phalanx.job.shape import ModelShape
+
+
+def phalanx(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    code = run(["checkpoint", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object, code: int) -> str:
+    """Standard error of a command that must fail so, and say it in one line unless there is a table."""
+    found, out, err = phalanx(capsys, *arguments)
+    assert (found, out) == (code, ""), err
+    assert err.startswith("phalanx: ")
+    assert len(err.splitlines()) == 1 or err.splitlines()[1].split() == ["tensor", "wanted", "found"]
+    return err
+
+
+def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    """The format by hand: what is read must not depend on our own writer."""
+    header, data = {}, b""
+    for name, tensor in tensors.items():
+        header[name] = {"dtype": "F32", "shape": tensor.shape, "data_offsets": [len(data), len(data) + tensor.nbytes]}
+        data += tensor.tobytes()
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+SHAPE = ModelShape(1, 8, 2, 1, 4, 12, 11, True)
+
+
+def weights() -> dict[str, np.ndarray]:
+    """A Llama of one block, in transformers' names."""
+    layer, random = "model.layers.0", np.random.default_rng(0)
+    sizes = {
+        "model.embed_tokens.weight": (11, 8),
+        "model.norm.weight": (8,),
+        f"{layer}.input_layernorm.weight": (8,),
+        f"{layer}.post_attention_layernorm.weight": (8,),
+        f"{layer}.self_attn.q_proj.weight": (8, 8),
+        f"{layer}.self_attn.k_proj.weight": (4, 8),
+        f"{layer}.self_attn.v_proj.weight": (4, 8),
+        f"{layer}.self_attn.o_proj.weight": (8, 8),
+        f"{layer}.mlp.gate_proj.weight": (12, 8),
+        f"{layer}.mlp.up_proj.weight": (12, 8),
+        f"{layer}.mlp.down_proj.weight": (8, 12),
+    }
+    return {name: random.standard_normal(size).astype(np.float32) for name, size in sizes.items()}
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    """A directory of two files with an index."""
+    folder, parts, found = tmp_path / "llama", {}, weights()
+    folder.mkdir()
+    for number, chosen in enumerate((list(found)[:4], list(found)[4:])):
+        file = f"model-{number + 1:05d}-of-00002.safetensors"
+        write_safetensors(folder / file, {name: found[name] for name in chosen})
+        parts |= dict.fromkeys(chosen, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": parts}))
+    (folder / "config.json").write_text(json.dumps(config_of_shape(SHAPE) | {"bos_token_id": 1, "eos_token_id": 2}))
+    (folder / "tokenizer.json").write_text('{"a": 1}')
+    return folder
+
+
+def test_import_writes_a_checkpoint_and_a_job_file_that_fits(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "imported"
+    code, said, _ = phalanx(capsys, "import", llama, "--out", out)
+    assert code == 0
+    assert [line.split()[0] for line in said.splitlines()] == ["from", "wrote", "train"]
+    assert sorted(path.name for path in out.iterdir()) == ["checkpoints", "model.toml", "tokenizer.json"]
+    job = load_job(out / "model.toml")
+    assert shape_of(job, 1) == SHAPE
+    assert (job.model.init_from, job.data.tokenizer) == (str(out), str(out / "tokenizer.json"))
+    assert phalanx(capsys, "verify", out)[0] == 0
+    assert "step-0" in phalanx(capsys, "ls", out)[1]
+    with StoredBag(out / "checkpoints" / "step-0") as bag:
+        found = bag.load("blocks.0.attention.q.weight").view(np.float32)
+    assert np.array_equal(found, weights()["model.layers.0.self_attn.q_proj.weight"])
+    assert phalanx(capsys, "import", llama, "--out", tmp_path / "again")[0] == 0
+    assert phalanx(capsys, "diff", out, tmp_path / "again")[0] == 0
+
+
+def test_export_of_an_import_has_its_weights_settings_and_tokenizer(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, back = tmp_path / "imported", tmp_path / "back"
+    assert phalanx(capsys, "import", llama, "--out", out)[0] == 0
+    code, said, _ = phalanx(capsys, "export", out, "--out", back, "--json")
+    facts = json.loads(said)
+    assert (code, facts["schema"], facts["architecture"]) == (0, "phalanx.checkpoint-export/1", "LlamaForCausalLM")
+    assert sorted(path.name for path in back.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    config = json.loads((back / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (1, 2)
+    assert (back / "tokenizer.json").read_bytes() == (llama / "tokenizer.json").read_bytes()
+    assert phalanx(capsys, "import", back, "--out", tmp_path / "again")[0] == 0
+    assert phalanx(capsys, "diff", out, tmp_path / "again", "--json")[0] in (0, 11)  # they say where they came from
+    difference = json.loads(phalanx(capsys, "diff", out, tmp_path / "again", "--json")[1])
+    assert (difference["tensors"], list(difference["facts"])) == ([], ["imported_from"])
+
+
+def test_a_type_to_round_to(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """bfloat16 by hand is the reference: the upper half of the bits, rounded to even."""
+    from ranks import run_ranks
+
+    out, back = tmp_path / "imported", tmp_path / "back"
+    assert phalanx(capsys, "import", llama, "--out", out)[0] == 0
+    assert run_ranks(1, export_as_bf16, out, back) == [0]
+    assert phalanx(capsys, "import", back, "--out", tmp_path / "again")[0] == 0
+    with StoredBag(tmp_path / "again" / "checkpoints" / "step-0") as bag:
+        assert bag.tensors["embed.weight"].dtype == "bfloat16"
+        found = bag.load("embed.weight")
+    bits = weights()["model.embed_tokens.weight"].view(np.uint32)
+    assert np.array_equal(found, ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16))
+    assert "init_cast = true" in (tmp_path / "again" / "model.toml").read_text()
+
+
+def export_as_bf16(rank: int, out: Path, back: Path) -> int:
+    return run(["checkpoint", "export", str(out), "--out", str(back), "--dtype", "bf16"])
+
+
+# What is refused
+
+
+def edit_config(**changes: Any) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return edit
+
+
+def edit_index(edit: Callable[[dict[str, str]], object]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        path = folder / "model.safetensors.index.json"
+        index = json.loads(path.read_text())
+        edit(index["weight_map"])
+        path.write_text(json.dumps(index))
+
+    return apply
+
+
+FIRST, SECOND = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+BAD: dict[str, tuple[int, str, Callable[[Path], object]]] = {
+    "a missing file": (5, f"{SECOND} is missing", lambda d: (d / SECOND).unlink()),
+    "a file cut short": (5, "not a safetensors file", lambda d: (d / FIRST).write_bytes((d / FIRST).read_bytes()[:-4])),
+    "a file that is empty": (5, "not a safetensors file", lambda d: (d / FIRST).write_bytes(b"")),
+    "a header longer than the file": (5, "longer than the file", lambda d: (d / FIRST).write_bytes(b"\xff" * 64)),
+    "a tensor in two files": (
+        5,
+        "in more than one file",
+        lambda d: (d / SECOND).write_bytes((d / FIRST).read_bytes()),
+    ),
+    "an index that points elsewhere": (
+        5,
+        "the index names the file",
+        edit_index(lambda m: m.update(x="../../secret.safetensors")),
+    ),
+    "an index that is none": (
+        5,
+        "index cannot be read",
+        lambda d: (d / "model.safetensors.index.json").write_text("[]"),
+    ),
+    "a configuration that is no JSON": (5, "config.json cannot be read", lambda d: (d / "config.json").write_text("{")),
+    "a configuration that is no object": (5, "not an object", lambda d: (d / "config.json").write_text("[1]")),
+    "another width": (5, "of another shape", edit_config(intermediate_size=16)),
+    "another depth": (5, "missing", edit_config(num_hidden_layers=2)),
+    "a head that is not there": (5, "head.weight", edit_config(tie_word_embeddings=False)),
+    "another family": (3, "cannot be imported", edit_config(model_type="bert")),
+    "another activation": (3, "hidden_act", edit_config(hidden_act="relu")),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_directory_that_is_not_what_it_says_is_refused(
+    case: str, llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, words, damage = BAD[case]
+    damage(llama)
+    assert words in refused(capsys, "import", llama, "--out", tmp_path / "imported", code=code)
+    assert [path.name for path in tmp_path.iterdir()] == ["llama"]
+
+
+def test_commands_that_make_no_sense(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "imported"
+    assert phalanx(capsys, "import", llama, "--out", out)[0] == 0
+    (tmp_path / "empty").mkdir()
+    for words, code, arguments in (
+        ("no such file", 2, ("import", tmp_path / "nowhere", "--out", tmp_path / "x")),
+        ("phalanx's own already", 2, ("import", out, "--out", tmp_path / "x")),
+        ("there are no weights in it", 5, ("import", tmp_path / "empty", "--out", tmp_path / "x")),
+        ("something is there already", 2, ("import", llama, "--out", out)),
+        ("--prefix is for weights", 2, ("import", llama, "--out", tmp_path / "x", "--prefix", "model.")),
+        ("something is there already", 2, ("export", out, "--out", llama)),
+        ("unknown format", 2, ("export", out, "--out", tmp_path / "x", "--format", "gguf")),
+        ("unknown type", 2, ("export", out, "--out", tmp_path / "x", "--dtype", "int8")),
+        ("no checkpoint is there", 5, ("export", tmp_path / "empty", "--out", tmp_path / "x")),
+        ("kept as the best", 5, ("export", out, "--out", tmp_path / "x", "--best")),
+    ):
+        assert words in refused(capsys, *arguments, code=code)
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_flipped_bit_is_found_and_nothing_is_exported(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "imported"
+    phalanx(capsys, "import", llama, "--out", out)
+    file = out / "checkpoints" / "step-0" / "weights-0000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\0")
+    assert "not those that were written" in refused(capsys, "export", out, "--out", tmp_path / "x", code=5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["imported", "llama"]
+
+
+def test_a_directory_is_whole_or_absent(tmp_path: Path) -> None:
+    def fail() -> None:
+        with new_directory(tmp_path / "deep" / "new") as folder:
+            (folder / "half").write_text("x")
+            assert not (tmp_path / "deep" / "new").exists()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert list((tmp_path / "deep").iterdir()) == []
+    (tmp_path / "empty").mkdir()
+    with new_directory(tmp_path / "empty") as folder:
+        (folder / "whole").write_text("x")
+    assert [path.name for path in (tmp_path / "empty").iterdir()] == ["whole"]
+
+
+# Pickles
+
+
+class Payload:
+    """Unpickling it leaves a trace."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.trace,))
+
+
+def pickled(trace: Path) -> bytes:
+    return pickle.dumps({"state": Payload(trace)})
+
+
+def as_torch_saves(path: Path, trace: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", pickled(trace))
+        archive.writestr("archive/version", "3")
+
+
+DISGUISES = (
+    *("job.toml", "job.json", "plan.json", "best.json", "init.json", "epoch", "config.json", "model.safetensors"),
+    *("model.safetensors.index.json", "pytorch_model.bin", ".metadata", "__0_0.distcp", "tokenizer.json", "tokens.npy"),
+    *("text.bin", "text.idx", "dataset.json", "manifest.json", "data/corpus.json", "checkpoints/step-1/manifest.json"),
+    *("checkpoints/step-1/rank-0000.safetensors", "events/rank-0.jsonl", "rows.parquet", "weights.pt", "weights.ckpt"),
+)
+VERBS: dict[tuple[str, ...], Callable[[Path], Iterable[tuple[object, ...]]]] = {
+    ("checkpoint", "ls"): lambda d: [(d,)],
+    ("checkpoint", "verify"): lambda d: [(d,), (d / "checkpoints" / "step-1",)],
+    ("checkpoint", "diff"): lambda d: [(d, d)],
+    ("checkpoint", "prune"): lambda d: [(d, "--keep-last", "1")],
+    ("checkpoint", "export"): lambda d: [(d, "--out", d.parent / "x"), (d, "--best", "--out", d.parent / "x")],
+    ("checkpoint", "import"): lambda d: [(path, "--out", d.parent / "x") for path in (d, *d.iterdir())],
+    ("data", "build"): lambda d: [(d / "job.json", "--tokenizer", d / "tokenizer.json", "--out", d.parent / "x")],
+    ("data", "tokenizer"): lambda d: [(d / "job.toml", "--out", d.parent / "x")],
+    ("data", "verify"): lambda d: [(d,)],
+    ("data", "stats"): lambda d: [(d,)],
+    ("data", "ledger"): lambda d: [(d,)],
+    ("init",): lambda d: [(d / "job.toml",)],
+    ("plan",): lambda d: [(d / "job.toml",), (f"model.init_from={d}",), (f"data.tokenizer={d}", "--explain")],
+    ("report",): lambda d: [(d,)],
+    ("train",): lambda d: [
+        *((d / "job.toml",), ("--resume", d)),
+        *((f"model.init_from={place}", f"run.dir={d.parent / 'x'}") for place in (d, d / "checkpoints" / "step-1")),
+        *(
+            (f"data.source={d / name}", f"run.dir={d.parent / 'x'}")
+            for name in ("tokens.npy", "text.bin", "rows.parquet")
+        ),
+        (f"data.source={d / 'job.toml'}", f"data.tokenizer={d}", f"run.dir={d.parent / 'x'}"),
+    ],
+}
+
+
+def test_the_payload_is_one(tmp_path: Path) -> None:
+    pickle.loads(pickled(tmp_path / "trace"))
+    assert (tmp_path / "trace").exists()
+
+
+def test_every_verb_is_asked() -> None:
+    modules = {verb: importlib.import_module(f"phalanx.cli.{verb}") for verb in names("phalanx.cli")}
+    groups = {verb: getattr(module, "COMMANDS", None) for verb, module in modules.items()}
+    assert set(VERBS) == {
+        (verb, *sub) for verb, subs in groups.items() for sub in ([(s,) for s in subs] if subs else [()])
+    }
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=" ".join)
+def test_no_verb_unpickles_what_it_is_given(
+    verb: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever its name, a pickle is refused or taken for text, and never run."""
+    folder, trace = tmp_path / "gift", tmp_path / "trace"
+    for name in DISGUISES:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(pickled(trace))
+    as_torch_saves(folder / "weights.pt", trace)
+    np.save(folder / "tokens.npy", np.array([Payload(trace)], dtype=object), allow_pickle=True)
+    for arguments in VERBS[verb](folder):
+        run([*verb, *map(str, arguments)])
+        assert "Traceback" not in capsys.readouterr().err
+        assert not trace.exists(), arguments
+
+
+def test_a_pickle_is_read_only_when_it_is_trusted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And then elsewhere: this process does not even import torch for it."""
+    file, trace = tmp_path / "weights.pt", tmp_path / "trace"
+    as_torch_saves(file, trace)
+    assert "--trust-pickle" in refused(capsys, "import", file, "--out", tmp_path / "x", code=5)
+    assert not trace.exists()
+    refused(capsys, "import", file, "--out", tmp_path / "x", "--trust-pickle", code=5)  # it ran, and held no tensors
+    assert trace.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trace", "weights.pt"]
+
+
+def save_as_torch_does(rank: int, folder: Path) -> None:
+    """A nested dictionary, a whole module, a DCP directory and a Hugging Face directory of before safetensors."""
+    import torch
+    from torch.distributed import checkpoint as dcp
+
+    warnings.simplefilter("ignore")  # about a single process, which is meant
+    turned = torch.arange(6.0).reshape(2, 3).t()
+    inner = {"a.weight": turned, "b": torch.ones(3, dtype=torch.bfloat16)}
+    torch.save({"module": inner, "step": 3, "list": [torch.zeros(2)]}, folder / "nested.pt")
+    torch.save(torch.nn.Linear(3, 2), folder / "module.pt")
+    dcp.save({"model": inner, "step": 3}, checkpoint_id=folder / "dcp", no_dist=True)
+    (folder / "hf").mkdir()
+    torch.save(
+        {name: torch.from_numpy(tensor) for name, tensor in weights().items()}, folder / "hf" / "pytorch_model.bin"
+    )
+    (folder / "hf" / "config.json").write_text(json.dumps(config_of_shape(SHAPE)))
+
+
+def tensors_of(out: Path) -> dict[str, tuple[str, list[float]]]:
+    with StoredBag(out / "checkpoints" / "step-0") as bag:
+        loaded = {name: (tensor.dtype, bag.load(name)) for name, tensor in bag.tensors.items()}
+    return {name: (dtype, [hex(int(bit)) for bit in bits.reshape(-1)]) for name, (dtype, bits) in loaded.items()}
+
+
+def test_trusted_files_of_torch_become_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nested names are joined by dots, strides are straightened, what is no tensor is counted."""
+    from ranks import run_ranks
+
+    run_ranks(1, save_as_torch_does, tmp_path)
+    wanted = {
+        "a.weight": ("float32", [hex(int(np.float32(x).view(np.uint32))) for x in (0, 3, 1, 4, 2, 5)]),
+        "b": ("bfloat16", ["0x3f80"] * 3),
+    }
+
+    def taken(name: str, *more: str) -> tuple[dict[str, Any], list[str]]:
+        out = tmp_path / f"out-{len(list(tmp_path.iterdir()))}"
+        code, said, err = phalanx(capsys, "import", tmp_path / name, "--out", out, "--trust-pickle", "--json", *more)
+        assert code == 0, err
+        return tensors_of(out), json.loads(said)["notes"]
+
+    found, notes = taken("nested.pt", "--prefix", "module.")
+    assert found == wanted
+    assert notes == ["1 thing in it is no tensor and is left out", "of 3 tensors 1 do not begin with 'module.'"]
+    assert taken("dcp", "--prefix", "model.")[0] == wanted
+    found, notes = taken("module.pt")
+    assert {name: len(bits) for name, (_, bits) in found.items()} == {"weight": 6, "bias": 2}
+    assert "unpickled in full" in notes[0]
+    found, _ = taken("hf")
+    assert "blocks.0.ffn.down.weight" in found
+    assert "--trust-pickle" in refused(capsys, "import", tmp_path / "hf", "--out", tmp_path / "x", code=5)
+
+
+def test_a_safetensors_file_alone_keeps_its_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_safetensors(tmp_path / "w.safetensors", {"net.a": np.ones(3, np.float32), "net.b": np.zeros(2, np.float32)})
+    code, said, _ = phalanx(capsys, "import", tmp_path / "w.safetensors", "--out", tmp_path / "o", "--prefix", "net.")
+    assert code == 0
+    assert "model.init_from" in said
+    assert list(tensors_of(tmp_path / "o")) == ["a", "b"]
+    assert not (tmp_path / "o" / "model.toml").exists()

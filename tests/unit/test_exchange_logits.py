@@ -1,0 +1,231 @@
+"""Models of transformers through `import`, our module, `export` and back: the logits are theirs, the bits return.
+
+All of it runs in one forked process: transformers takes seconds to import.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_families import SCALINGS, VOCAB, gemma3, hf, randomised, theirs, tiny
+from torch import nn
+
+from phalanx.checkpoint.exchange.hf_export import export_hugging_face
+from phalanx.checkpoint.exchange.importing import from_hugging_face, write_import
+from phalanx.checkpoint.exchange.stored import StoredBag
+from phalanx.checkpoint.verify import verify_checkpoint
+from phalanx.checkpoint.weights import load_weights
+from phalanx.nn.models import decoder, vit
+from ranks import run_ranks
+
+FILE_BYTES = 20_000  # so that every model is in several files
+TOLERANCE = 1e-5
+
+
+def rope(theta: float = 10000.0) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": theta}
+
+
+def of_preset(name: str, preset: str, **more: Any) -> nn.Module:
+    shape = tiny(preset)
+    return theirs(name, shape, **{"rope_parameters": rope(shape.rope_theta), **more})
+
+
+def scaled(kind: str) -> nn.Module:
+    keys, parameters = SCALINGS[kind]
+    shape = tiny("llama3-8b", dim=128, rope_theta=10000.0, rope_scaling=kind, **keys)
+    said = {"rope_type": kind, "rope_theta": 10000.0, **parameters}
+    return theirs("Llama", shape, rope_parameters=said, max_position_embeddings=256)
+
+
+def gemma() -> nn.Module:
+    shape = tiny("gemma-2b", head_dim=16, num_kv_heads=1)
+    return theirs("Gemma", shape, rope_parameters=rope(), hidden_activation="gelu_pytorch_tanh")
+
+
+def gemma3_with_windows() -> nn.Module:
+    shape = tiny("gemma3-1b", head_dim=16, num_kv_heads=1, sliding_window=6, global_every=3)
+    positions = {"sliding_attention": rope(shape.local_rope_theta), "full_attention": rope(shape.rope_theta)}
+    return gemma3(shape, positions)
+
+
+def gpt2(**more: Any) -> nn.Module:
+    widths = {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": VOCAB, "n_positions": 64}
+    return randomised(hf().GPT2LMHeadModel(hf().GPT2Config(**widths, attn_implementation="eager", **more)))
+
+
+def built(name: str, **more: Any) -> nn.Module:
+    """Of a configuration of its own."""
+    widths = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    said = {"intermediate_size": 48, "vocab_size": VOCAB, "attn_implementation": "eager", **widths, **more}
+    return randomised(getattr(hf(), f"{name}ForCausalLM")(getattr(hf(), f"{name}Config")(**said)))
+
+
+def image_model() -> nn.Module:
+    widths = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
+    config = hf().ViTConfig(**widths, image_size=24, patch_size=8, num_labels=7, attn_implementation="eager")
+    return randomised(hf().ViTForImageClassification(config))
+
+
+WINDOWS = {"use_sliding_window": True, "sliding_window": 5}
+EVERY_SECOND = ["sliding_attention", "full_attention"] * 2
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: of_preset("Llama", "llama2-7b"),
+    "llama with grouped queries": lambda: of_preset("Llama", "llama3-8b"),
+    "llama, tied": lambda: built("Llama", tie_word_embeddings=True),
+    "llama with biases": lambda: of_preset("Llama", "llama3-8b", attention_bias=True, mlp_bias=True),
+    "llama with wide heads and GELU": lambda: built("Llama", head_dim=24, hidden_act="gelu"),
+    "llama, linear": lambda: scaled("linear"),
+    "llama, llama3": lambda: scaled("llama3"),
+    "llama, yarn": lambda: scaled("yarn"),
+    "mistral with a window": lambda: built("Mistral", sliding_window=7, rope_parameters=rope()),
+    "mistral whose heads do not divide its width": lambda: built(
+        "Mistral", hidden_size=30, head_dim=8, sliding_window=None
+    ),
+    "qwen2, tied": lambda: of_preset("Qwen2", "qwen2.5-0.5b"),
+    "qwen2": lambda: of_preset("Qwen2", "qwen2.5-7b"),
+    "qwen2 with windows": lambda: built("Qwen2", **WINDOWS, layer_types=EVERY_SECOND),
+    "qwen3": lambda: of_preset("Qwen3", "qwen3-8b"),
+    "qwen3, tied, with wide heads": lambda: built("Qwen3", head_dim=20, tie_word_embeddings=True),
+    "gemma": gemma,
+    "gemma 3": gemma3_with_windows,
+    "gpt2": gpt2,
+    "gpt2 with exact GELU, untied": lambda: gpt2(activation_function="gelu", tie_word_embeddings=False, n_inner=40),
+    "mixtral": lambda: built("Mixtral", num_local_experts=3, sliding_window=None),
+    "qwen3-moe": lambda: built(
+        "Qwen3Moe", num_experts=3, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True, head_dim=8
+    ),
+    "vit": image_model,
+}
+ONLY_PLANNED = ("mixtral", "qwen3-moe")
+
+
+def logits(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        found = model(inputs)
+    return (
+        found
+        if isinstance(found, torch.Tensor)
+        else found.logits
+        if hasattr(found, "logits")
+        else found[0] @ found[1].T
+    )
+
+
+def journey(model: nn.Module, place: Path) -> dict[str, Any]:
+    """Theirs to ours to theirs; relative errors of the logits on both halves of the way, and what else is asked."""
+    model.save_pretrained(place / "theirs", max_shard_size="20KB")
+    weights = from_hugging_face(place / "theirs")
+    assert weights.shape is not None
+    checkpoint = write_import(weights, place / "imported", None, file_bytes=FILE_BYTES)
+    shape, is_vit = weights.shape, weights.shape.reads_images
+    generator = torch.Generator().manual_seed(1)
+    length = 60 if shape.rope_scaling == "none" else 200
+    inputs = (
+        torch.randn(2, 3, 24, 24, generator=generator)
+        if is_vit
+        else torch.randint(VOCAB, (2, length), generator=generator)
+    )
+    wanted = logits(model, inputs)
+    found = {"std": wanted.std().item(), "damage": [str(p) for p in verify_checkpoint(checkpoint)], "ours": 0.0}
+    found["num_files"] = len(list(checkpoint.glob("*.safetensors")))
+    if not shape.num_experts:
+        module = (vit if is_vit else decoder).build(shape)
+        load_weights(module, place / "imported")
+        found["ours"] = ((logits(module, inputs) - wanted).abs().max() / wanted.abs().max()).item()
+    with StoredBag(checkpoint) as bag:
+        exported = export_hugging_face(bag, shape, place / "back", shard_bytes=FILE_BYTES)
+    opened = getattr(hf(), exported.auto_class).from_pretrained(place / "back", attn_implementation="eager")
+    found["class"] = type(opened) is type(model)
+    found["back"] = ((logits(opened, inputs) - wanted).abs().max() / wanted.abs().max()).item()
+    before, after = model.state_dict(), opened.state_dict()
+    found["bits"] = before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    return found
+
+
+def journeys(rank: int, place: Path) -> dict[str, dict[str, Any]]:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    return {name: journey(make(), place / str(number)) for number, (name, make) in enumerate(MODELS.items())}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    pytest.importorskip("transformers")
+    return run_ranks(1, journeys, tmp_path_factory.mktemp("journeys"))[0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_our_module_with_imported_weights_computes_what_theirs_does(name: str, found: Any) -> None:
+    """Theirs is the reference: relative to the largest logit, in fp32. Experts are not built yet."""
+    assert found[name]["std"] > 0.1
+    assert found[name]["damage"] == []
+    assert found[name]["num_files"] > 1
+    scaled = name in ("llama, linear", "llama, llama3", "llama, yarn")  # 128 wide, 200 positions
+    assert found[name]["ours"] < (1e-4 if scaled else TOLERANCE)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_was_exported_is_what_was_imported(name: str, found: Any) -> None:
+    """from_pretrained opens it as the same class, with every tensor equal to the last bit, and the same logits."""
+    assert found[name]["class"]
+    assert found[name]["bits"]
+    assert found[name]["back"] < 1e-6
+
+
+# Directories as they are found in the world
+
+
+def old_spellings(rank: int, place: Path) -> dict[str, Any]:
+    """GPT-2 as published: no prefix, buffers of masks, a head beside a tied embedding; in bfloat16."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    from safetensors.torch import load_file, save_file
+
+    model = gpt2().to(torch.bfloat16)
+    model.save_pretrained(place / "gpt2")
+    file = place / "gpt2" / "model.safetensors"
+    weights = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
+    weights["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
+    weights["lm_head.weight"] = weights["wte.weight"].clone()
+    save_file(weights, file)
+    found = from_hugging_face(place / "gpt2")
+    write_import(found, place / "imported", None)
+    assert found.shape is not None
+    module = decoder.build(found.shape)
+    refused = ""
+    try:
+        load_weights(module, place / "imported")
+    except Exception as error:
+        refused = str(error)
+    load_weights(module, place / "imported", cast=True)
+    wanted, have = model.state_dict()["transformer.wte.weight"], module.state_dict()["embed.weight"]
+    with StoredBag(place / "imported" / "checkpoints" / "step-0") as bag:
+        exported = export_hugging_face(bag, found.shape, place / "fp32", shard_bytes=10**9, dtype="float32")
+    opened = hf().AutoModelForCausalLM.from_pretrained(place / "fp32")
+    same = all(torch.equal(t.float(), opened.state_dict()[name]) for name, t in model.state_dict().items())
+    config = json.loads((place / "fp32" / "config.json").read_text())
+    return {
+        "notes": found.notes,
+        "refused": refused,
+        "cast": torch.equal(wanted.float(), have),
+        "exported": [exported.dtype, config["dtype"], str(opened.dtype), same],
+    }
+
+
+def test_a_directory_of_another_age_and_type(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    found = run_ranks(1, old_spellings, tmp_path)[0]
+    assert found["notes"] == ("lm_head.weight is left out: the embedding is the head, config.json says",)
+    assert "of another type" in found["refused"]
+    assert "cast=True rounds them" in found["refused"]
+    assert "bfloat16 [32]" in found["refused"]
+    assert found["cast"]
+    assert found["exported"] == ["float32", "float32", "torch.float32", True]

@@ -1,0 +1,199 @@
+"""Hugging Face's config.json and our shapes, both ways; names and shapes of tensors; job files of shapes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx.checkpoint.exchange.families import list_families
+from phalanx.checkpoint.exchange.settings import canonical, config_of_shape, shape_of_config
+from phalanx.core.errors import LayoutError
+from phalanx.job.load import load_job
+from phalanx.job.model import preset_shape, shape_of
+from phalanx.job.model_toml import model_section
+from phalanx.job.presets import find_preset, list_presets
+from phalanx.job.shape import ModelShape
+from phalanx.job.tensors import tensor_shapes
+from phalanx.nn.models import decoder, vit
+
+KNOWN = [preset.name for preset in list_presets() if preset.family != "DeepSeek"]
+BUILT = [name for name in KNOWN if not preset_shape(find_preset(name)).num_experts]  # type: ignore[arg-type]
+
+
+def shape(name: str, **changes: Any) -> ModelShape:
+    preset = find_preset(name)
+    assert preset is not None
+    found = replace(preset_shape(preset), **changes)
+    return found if found.vocab_size or found.reads_images else replace(found, vocab_size=99)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_preset_survives_the_way_to_config_json_and_back(name: str) -> None:
+    assert shape_of_config(config_of_shape(shape(name))) == canonical(shape(name))
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_model_section_of_a_job_file_means_the_same_shape(name: str, tmp_path: Path) -> None:
+    wanted = shape(name)
+    file = tmp_path / "model.toml"
+    source = 'source = "my.data:images"' if wanted.reads_images else ""
+    file.write_text(f"{model_section(wanted)}\n[data]\n{source}\n")
+    assert canonical(shape_of(load_job(file), 1)) == canonical(wanted)
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_names_and_shapes_are_those_of_the_module(name: str) -> None:
+    """The module on the meta device is the reference."""
+    wanted = shape(name)
+    with torch.device("meta"):
+        module = (vit if wanted.reads_images else decoder).build(wanted)
+    assert tensor_shapes(wanted) == {name: tuple(tensor.shape) for name, tensor in module.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen3-30b-a3b", "deepseek-moe-16b"])
+def test_models_that_are_only_planned_have_as_many_parameters_as_counted(name: str) -> None:
+    assert sum(map(math.prod, tensor_shapes(shape(name)).values())) == shape(name).num_params
+
+
+@pytest.mark.parametrize("family", list_families(), ids=lambda family: family.model_type)
+def test_every_tensor_of_a_family_has_one_name(family: Any) -> None:
+    """Both ways, for every tensor that a model of the family can have."""
+    experts = (
+        {"num_experts": 2, "experts_per_token": 1, "expert_ffn_dim": 8}
+        if "num_experts" in (family.widths.values())
+        else {}
+    )
+    always = {key: value for key, value in family.always.items() if key != "kind"}
+    always |= {} if family.is_gated else {"activation": "gelu"}
+    base = "small-vit" if family.always.get("kind") == "vit" else "small"
+    wanted = shape(base, num_layers=2, **{**experts, **always})
+    for name in tensor_shapes(wanted):
+        theirs = {rule.their_name(name) for rule in family.rules} - {None}
+        assert len(theirs) == 1, name
+        back = [ours for rule in family.rules for ours in rule.our_names(theirs.copy().pop())]
+        assert name in back
+
+
+SAID = {  # what no model of transformers here computes, and a word of why
+    "a shared expert": ("deepseek-moe-16b", {}, "num_shared_experts"),
+    "norms after, without Gemma's": ("llama3-8b", {"post_norms": True}, "post_norms"),
+    "biases and QK-norm": ("qwen3-8b", {"bias": "qkv"}, "qk_norm"),
+    "learned positions in a Llama": ("llama3-8b", {"positions": "learned", "max_positions": 64}, "positions"),
+    "a window in some blocks of a Llama": ("llama3-8b", {"sliding_window": 64, "global_every": 3}, "global_every"),
+    "grouped queries in a GPT-2": ("gpt2", {"num_kv_heads": 4}, "num_kv_heads"),
+    "a mean over patches": ("vit-b16", {"pooling": "mean"}, "pooling"),
+}
+
+
+@pytest.mark.parametrize("case", SAID)
+def test_what_transformers_cannot_say_is_refused_with_the_reason(case: str) -> None:
+    name, changes, word = SAID[case]
+    with pytest.raises(LayoutError, match="nearest is") as refused:
+        config_of_shape(shape(name, **changes))
+    assert word in str(refused.value)
+    assert refused.value.exit_code == 3
+
+
+def test_what_has_no_effect_does_not_stand_in_the_way() -> None:
+    """NTK's rule is another base, and a factor without scaling scales nothing."""
+    plain = shape("llama3-8b", rope_factor=4.0, global_every=3, local_rope_theta=5.0, rope_original_len=7)
+    assert canonical(plain) == shape("llama3-8b")
+    ntk = shape("llama3-8b", rope_scaling="ntk", rope_factor=4.0)
+    assert config_of_shape(ntk)["rope_theta"] == pytest.approx(500000.0 * 4 ** (128 / 126))
+
+
+def test_experts_are_said_by_the_family_that_has_them() -> None:
+    assert config_of_shape(shape("mixtral-8x7b"))["architectures"] == ["MixtralForCausalLM"]
+    assert config_of_shape(shape("mixtral-8x7b", qk_norm=True))["architectures"] == ["Qwen3MoeForCausalLM"]
+
+
+LLAMA = config_of_shape(shape("llama2-7b"))
+UNKNOWN = {
+    "another type": ({"model_type": "mamba"}, "'mamba' cannot be imported"),
+    "almost a type": ({"model_type": "lama"}, 'did you mean "llama"'),
+    "another activation": ({"hidden_act": "relu"}, "hidden_act = 'relu'"),
+    "biases in attention alone": ({"attention_bias": True}, "attention_bias and mlp_bias differ"),
+    "other bands of llama3": (
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0, "high_freq_factor": 4.0}},
+        "low_freq_factor = 2.0",
+    ),
+    "positions by length": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic'"),
+    "parts of heads": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    "a width that is no number": ({"hidden_size": "wide"}, "cannot be understood"),
+    "no width at all": ({"hidden_size": None}, "cannot be understood"),
+}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_settings_that_mean_another_computation_are_refused(case: str) -> None:
+    changes, words = UNKNOWN[case]
+    with pytest.raises(LayoutError) as refused:
+        shape_of_config({**LLAMA, **changes})
+    assert words in str(refused.value)
+
+
+def test_capped_scores_are_refused_and_their_absence_is_not() -> None:
+    config = config_of_shape(shape("gemma3-1b"))
+    assert config["attn_logit_softcapping"] is None
+    with pytest.raises(LayoutError, match="attn_logit_softcapping"):
+        shape_of_config({**config, "attn_logit_softcapping": 50.0})
+    with pytest.raises(LayoutError, match="query_pre_attn_scalar"):
+        shape_of_config({**config, "query_pre_attn_scalar": 168})
+
+
+def test_published_configurations_of_before_and_after_transformers_5_mean_the_same() -> None:
+    """What the model cards hold: absent keys have the family's defaults, positions are said in two ways."""
+    old = {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 131072,
+        "hidden_act": "silu",
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    }
+    new = {key: value for key, value in old.items() if not key.startswith("rope")}
+    new["rope_parameters"] = {"rope_theta": 500000.0, **old["rope_scaling"]}  # type: ignore[dict-item]
+    assert shape_of_config(old) == shape_of_config(new) == shape("llama3.1-8b")
+    gpt2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
+    assert shape_of_config(gpt2) == canonical(shape("gpt2"))
+    gemma = {
+        "model_type": "gemma",
+        "hidden_size": 2048,
+        "intermediate_size": 16384,
+        "num_hidden_layers": 18,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "vocab_size": 256000,
+        "hidden_act": "gelu_pytorch_tanh",
+    }
+    assert shape_of_config(gemma) == canonical(shape("gemma-2b"))
+
+
+def test_layers_with_windows_are_read_in_every_spelling() -> None:
+    qwen = config_of_shape(shape("qwen2.5-0.5b"))
+    first_half = {**qwen, "layer_types": None, "use_sliding_window": True, "sliding_window": 32}
+    with pytest.raises(LayoutError, match="layer_types"):
+        shape_of_config({**first_half, "max_window_layers": 12})
+    assert shape_of_config({**first_half, "max_window_layers": 0}).num_local_layers == 24
+    assert shape_of_config({**first_half, "max_window_layers": 28}).num_local_layers == 0
+    gemma = {**config_of_shape(shape("gemma3-1b")), "layer_types": None}
+    assert shape_of_config(gemma) == canonical(shape("gemma3-1b"))
+    assert shape_of_config({**gemma, "sliding_window_pattern": 3}).global_every == 3

@@ -1,0 +1,69 @@
+"""The last lines of a run: they claim no more than what was predicted and measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from phalanx.checkpoint.best import write_best
+from phalanx.cli._summary import summary_lines
+from phalanx.observe.bus import Bus
+from phalanx.observe.events import EvalFinished, MemoryMeasured, RunStarted, StepFinished, seal
+from phalanx.observe.words import describe
+from phalanx.report.page import write_report
+from phalanx.report.reduce import reduce_run
+from phalanx.report.summary import run_json
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("predicted", "said", "on_page"),
+    [
+        ({"parameters": MIB, "activations": 2 * MIB}, "3.0 MiB predicted, 6.0 MiB measured (-50%)", 0),
+        ({"parameters": MIB}, "1.0 MiB predicted, 6.0 MiB measured (activations not predicted)", 3),
+        ({"parameters": MIB, "activations": 0}, "1.0 MiB predicted, 6.0 MiB measured (activations not predicted)", 3),
+    ],
+)
+def test_a_sum_that_lacks_the_activations_has_no_error(
+    predicted: dict[str, int], said: str, on_page: int, tmp_path: Path
+) -> None:
+    """As of a user's own module. On the page: the rank's sum, and of the details the activations and the sum."""
+    predicted = predicted | {"peak": sum(predicted.values())}
+    bus = Bus(rank=0, run_dir=tmp_path)
+    bus.emit(RunStarted("r", "d", 1, 0, 1, "cpu", {}))
+    bus.emit(MemoryMeasured(predicted, {"parameters": MIB, "activations": 4 * MIB, "peak": 6 * MIB}, 100 * MIB))
+    bus.close()
+    (line,) = summary_lines(tmp_path)
+    assert said in line
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert page.count("activations not predicted") == on_page
+    assert ("-50.0 %" in page) == (on_page == 0)
+
+
+def test_metrics_are_told_wherever_the_loss_is(tmp_path: Path) -> None:
+    """In the line of the evaluation, in the last lines, on the page and for programs; the best is the best by one."""
+    best = {"judged_by": "accuracy", "best_step": 1, "best_loss": 2.0, "best_value": 0.75}
+    last = EvalFinished(2, 1.5, 100, 0.1, metrics={"accuracy": 0.5, "top 5": 0.875}, **best)  # type: ignore[arg-type]
+    bus = Bus(rank=0, run_dir=tmp_path)
+    bus.emit(RunStarted("r", "d", 1, 0, 2, "cpu", {}))
+    bus.emit(EvalFinished(1, 2.0, 100, 0.1, metrics={"accuracy": 0.75, "top 5": 0.75}, **best))  # type: ignore[arg-type]
+    bus.emit(StepFinished(2, 1.0, 64, 128, 1e-3, 0.5, 0.1, 640.0, {}, 0.1, 2**30))
+    bus.emit(last)
+    bus.close()
+    write_best(tmp_path, step=1, loss=2.0, num_targets=100, metric="accuracy", value=0.75)
+    line = describe(seal(last, rank=0, attempt=0)) or ""
+    assert line.startswith(
+        "held-out loss 1.5000 nats/token, accuracy 0.5000, top 5 0.8750 at step 2, best 0.7500 at step 1"
+    )
+    lines = summary_lines(tmp_path)
+    assert "        accuracy  0.5000" in lines
+    assert "        the best was accuracy 0.750, at step 1" in lines
+    assert lines[-1].endswith("checkpoints/step-1 (accuracy 0.7500 at step 1)")
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "best accuracy 0.7500 at step 1; accuracy 0.5000; top 5 0.8750" in page
+    assert "held-out 0.8750" in page, "a curve of its own"
+    facts = run_json(reduce_run(tmp_path))
+    assert [evaluation["metrics"]["accuracy"] for evaluation in facts["evaluations"]] == [0.75, 0.5]
+    assert (facts["best"]["step"], facts["best"]["metric"], facts["best"]["value"]) == (1, "accuracy", 0.75)
