@@ -18,12 +18,14 @@ from phalanx.data.corpus import load_corpus
 from phalanx.data.loader import Share, TrainBatches
 from phalanx.data.prepare import prepare_corpus
 from phalanx.data.samples import SampleSpec
-from phalanx.job.schema import Data, Job
+from phalanx.job.schema import Data, Job, Optim
 from phalanx.mesh.mesh import Mesh
 from phalanx.nn.objective import causal_cross_entropy
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import Event, RunStarted, SamplesRead, StepFinished
 from phalanx.optim.build import build_optimizer
+from phalanx.optim.groups import Groups
+from phalanx.optim.optimizers import adamw
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.planner import Plan, make_plan
@@ -69,6 +71,22 @@ def new_module(dtype: torch.dtype, dropout: float = 0.0, seed: int = 1) -> nn.Mo
     return Everything(dropout).to(dtype)
 
 
+class CountedAdamW(torch.optim.AdamW):
+    """AdamW that takes smaller steps the more it has taken, counted in its groups: a number that is state."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["updates"] = group.get("updates", 0) + 1
+            group["lr"] /= group["updates"]
+        return super().step(closure)
+
+
+def counted_adamw(groups: Groups, optim: Optim) -> torch.optim.Optimizer:
+    optimizer = adamw.build(groups, optim)
+    optimizer.__class__ = CountedAdamW
+    return optimizer
+
+
 def write_corpus(folder: Path) -> Path:
     """A mixture of two sources in RUN/data of a run that others are copied from."""
     text, more = write_text(folder / "text"), write_text(folder / "more")
@@ -83,7 +101,7 @@ def _data(mixture: Any = ()) -> dict[str, Any]:
     return {"seq_len": SEQ_LEN, "mixture": mixture}
 
 
-def job_for(num_ranks: int, **parallel: Any) -> Job:
+def job_for(num_ranks: int, *, optimizer: str = "adamw", **parallel: Any) -> Job:
     """A run of STEPS steps that is saved after SAVED of them."""
     return Job.model_validate(
         {
@@ -91,7 +109,7 @@ def job_for(num_ranks: int, **parallel: Any) -> Job:
             "data": _data(),
             "train": {"steps": STEPS, "global_batch_size": BATCH},
             "parallel": {"ranks": num_ranks, **parallel},
-            "optim": {"lr": 0.01, "warmup_steps": 2},
+            "optim": {"kind": optimizer, "lr": 0.01, "warmup_steps": 2},
             "checkpoint": {"every_steps": SAVED, "at_end": False},
             "eval": {"tokens": 0},
         }
@@ -200,7 +218,7 @@ def whole_tensors(state: TrainState) -> Tensors:
     for name, parameter in state.model.named_parameters():
         found[name] = full(parameter)
         for slot, value in state.optimizer.state.get(parameter, {}).items():
-            found[f"{name} {slot}"] = full(value)
+            found[f"{name} {slot}"] = full(torch.as_tensor(value))
     return found
 
 

@@ -25,8 +25,8 @@ class Server:
     env: dict[str, str]
 
     def fail(self, **fault: Any) -> None:
-        """The next `times` requests of `method` whose path contains `part` are answered with `status`, if that is given,
-        `delay_s` later. Instead of what was asked for before.
+        """The next `times` requests of `method` whose path contains `part` are answered `delay_s` later, and with
+        `status` if that is given. Instead of what was asked for before.
         """
         self._tell(fault)
 

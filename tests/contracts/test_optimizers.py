@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from checkpoints import restore_state, save_state
 from models import LAYOUTS, decoder, global_batches, plan, share
-from phalanx.checkpoint.manifest import list_checkpoints
-from phalanx.core.phases import Phases
 from phalanx.core.registry import names
 from phalanx.job.schema import Optim
 from phalanx.mesh.mesh import open_mesh
@@ -75,10 +74,10 @@ def resume_everywhere(rank: int, num_ranks: int, root: Path) -> dict[Any, tuple[
                 run_dir = root / f"{kind}-{layout}-{num_ranks}"
                 straight = state_of(kind, num_ranks, layout, mesh)
                 take_steps(straight, batches[:BEFORE])
-                straight.save(run_dir, job_digest="0", phases=Phases())
+                saved = save_state(straight, run_dir)
                 take_steps(straight, batches[BEFORE:])
                 resumed = state_of(kind, num_ranks, layout, mesh)
-                resumed.restore(list_checkpoints(run_dir)[-1], phases=Phases())
+                restore_state(resumed, saved)
                 take_steps(resumed, batches[BEFORE:])
                 found[kind, layout] = (whole(straight), whole(resumed))
     return found

@@ -219,7 +219,8 @@ def test_what_is_pruned_is_gone_and_the_newest_that_verifies_stays(store: Store)
     assert [folder.step for folder in prune(store, Retention(last=2, kept=frozenset({1})))] == [2]
     name = "rank-0000.safetensors"
     for folder in store.folders()[1:]:
-        overwrite(folder, name, folder.read(name)[:-1] + b"?")
+        data = folder.read(name)
+        overwrite(folder, name, data[:-1] + bytes([data[-1] ^ 1]))
     assert prune(store, Retention(last=2)) == []
     assert steps(store) == [1, 3, 4]
     store.remove(store.folders()[1])
@@ -286,7 +287,7 @@ def test_an_upload_that_was_cut_off_is_not_committed() -> None:
             if key.endswith(".safetensors"):
                 store._remote.put(key, store._remote.read(key, 0, size // 2))
 
-    with pytest.raises(CheckpointError, match="the store has .* bytes of it, not"):
+    with pytest.raises(CheckpointError, match=r"the store has \d+ bytes of it, not"):
         save_in(store, 1, tensors(), before_commit=cut)
     assert everything(store) == ""
 

@@ -236,6 +236,29 @@ def test_a_stop_waits_for_the_save_in_flight_and_saves_its_own_step(tmp_path: Pa
     assert values(tmp_path) == {2: {2.0}, 3: {3.0}}
 
 
+def stops_in_haste(mesh: Mesh, folder: str) -> list[events.Event]:
+    """As `stops`, where the save in flight would be followed by a removal."""
+
+    def open_gate(step: int, phase: str) -> None:
+        if phase == "ckpt_write" and threading.current_thread() is threading.main_thread():
+            run.disk.gate.set()
+
+    run = Run(mesh, Path(folder), every_steps=1, keep_last=1, listener=open_gate)
+    run.step()
+    run.saves.settle()
+    run.disk.gate.clear()
+    run.step()
+    run.step(is_stop=True)
+    run.saves.settle()
+    return run.said
+
+
+def test_at_a_stop_there_is_no_time_for_old_checkpoints(tmp_path: Path) -> None:
+    said, _ = ranked(2, stops_in_haste, str(tmp_path))
+    assert {type(event) for event in said} == {events.CheckpointSaved}
+    assert values(tmp_path) == {1: {1.0}, 2: {2.0}, 3: {3.0}}
+
+
 def crashes(mesh: Mesh, folder: str) -> tuple[int, list[events.Event]]:
     run = Run(mesh, Path(folder), every_steps=1)
     run.disk.error = ZeroDivisionError("a bug")
@@ -379,7 +402,7 @@ def test_where_there_is_no_memory_for_a_copy_training_waits(tmp_path: Path) -> N
     note, after = said[1], said[2]
     assert isinstance(note, events.Note)
     assert isinstance(after, events.CheckpointSaved)
-    assert "rank 1 has no memory for a copy of the state" in note.facts["why"]
+    assert "there is no memory for a copy of the state (rank 1: " in note.facts["why"]
     assert after.stall_s == after.wall_s
     assert (first_bytes, second_bytes) == (0, 0)  # nor is what there was of it kept
     assert values(tmp_path) == {step: {float(step)} for step in (1, 2, 3)}

@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from bare_loop import Tensors
+from checkpoints import restore_state, save_state
 from models import BATCH, LAYOUTS, VOCAB, plan, share
-from phalanx.checkpoint.manifest import list_checkpoints
 from phalanx.core.errors import DataError, LayoutError
-from phalanx.core.phases import Phases
 from phalanx.job.schema import Optim
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.optim.build import build_optimizer
@@ -308,9 +307,9 @@ def resume_half_way(rank: int, num_ranks: int, root: Path) -> dict[str, tuple[Te
 
             straight, resumed = new_state(), new_state()
             take(straight, batches[:2])
-            straight.save(root / layout, job_digest="0", phases=Phases())
+            saved = save_state(straight, root / layout)
             take(straight, batches[2:])
-            resumed.restore(list_checkpoints(root / layout)[-1], phases=Phases())
+            restore_state(resumed, saved)
             take(resumed, batches[2:])
             found[layout] = tuple(
                 {name: shard.tensor.clone() for name, shard in state.shards().items()} for state in (straight, resumed)

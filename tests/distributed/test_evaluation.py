@@ -6,6 +6,8 @@ The reference of every sameness is the same run without evaluations, or the one 
 from __future__ import annotations
 
 import math
+import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from torch import nn
 from models import CPU, LAYOUTS
 from phalanx.checkpoint.best import BEST, read_best
 from phalanx.checkpoint.manifest import list_checkpoints
+from phalanx.checkpoint.verify import verify_checkpoint
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import open_mesh
 from phalanx.observe import events
@@ -130,6 +133,7 @@ def train(
     sources: Mapping[str, Sequence[Batch]] | None = None,
     attempt: int = 0,
     resume: bool = False,
+    asynchronous: bool = False,
     **parallel: Any,
 ) -> Outcome:
     """Train Moody for STEPS steps, with the [eval] section given or without evaluations."""
@@ -138,7 +142,7 @@ def train(
         "train": {"steps": STEPS, "global_batch_size": ROWS},
         "parallel": {"ranks": num_ranks, "sync_batchnorm": False, **parallel},
         "optim": {"lr": 0.05, "warmup_steps": 0},
-        "checkpoint": {"every_steps": 3},
+        "checkpoint": {"every_steps": 3, "asynchronous": asynchronous},
         "eval": dict(eval_keys or {}),
     }
     job = Job.model_validate(sections)
@@ -338,6 +342,37 @@ def test_what_is_done_again_is_judged_again_and_what_stands_is_not(tmp_path: Pat
     assert [event.step for event in told] == [1, 2, 3, 4, 4, 5, 6]
     first, second = (event.loss for event in told if event.step == 4)
     assert first == second
+
+
+def beside(rank: int, folder: str) -> list[Outcome]:
+    """Keeps the best with saves that training waits for, then with saves beside it; then as if the second had been
+    killed right after the commit of the best, before it was named.
+    """
+    keys = {"every_steps": 1, "keep_best": True}
+    waited = train(rank, 2, Path(folder) / "waited", keys)
+    run_dir = Path(folder) / "beside"
+    found = [waited, train(rank, 2, run_dir, keys, asynchronous=True)]
+    if rank == 0:
+        best = read_best(run_dir)
+        assert best is not None
+        for path in list_checkpoints(run_dir):
+            if int(path.name.removeprefix("step-")) > best.step:
+                shutil.rmtree(path)
+        os.rename(run_dir / BEST, Path(folder) / BEST)
+    torch.distributed.barrier()
+    return [*found, train(rank, 2, run_dir, keys, attempt=1, resume=True, asynchronous=True)]
+
+
+def test_the_best_is_kept_by_saves_beside_training_too(tmp_path: Path) -> None:
+    waited, found, again = run_ranks(2, beside, str(tmp_path))[0]
+    assert found.losses == waited.losses
+    assert [(e.step, e.loss, e.best_step) for e in found.evals] == [(e.step, e.loss, e.best_step) for e in waited.evals]
+    named = (tmp_path / BEST).read_bytes()
+    assert named == (tmp_path / "waited" / BEST).read_bytes() == (tmp_path / "beside" / BEST).read_bytes()
+    best = read_best(tmp_path / "beside")
+    assert best is not None
+    assert len(again.losses) == STEPS - best.step
+    assert verify_checkpoint(tmp_path / "beside" / best.checkpoint) == []
 
 
 def unfit(rank: int, folder: str) -> list[Outcome]:

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commands import TINY, Done, events, loss_curve, run, run_all
+from commands import TINY, Done, events, loss_curve, run, run_all, write_text
 from phalanx.checkpoint.exchange.stored import StoredBag
 from phalanx.checkpoint.manifest import list_checkpoints, read_manifest
 from phalanx.cli._app import run as phalanx
 from phalanx.observe.events import RunStarted, WeightsTaken
 
 HERE = Path(__file__).parent
+KEYS = (*TINY, "optim.warmup_steps=0", "data.source=texts")
 NOTHING_MOVES = "optim.lr=1e-30"  # so that the weights after a step are those before it, to the last bit
 LAYOUTS = {
     "one rank": ("parallel.ranks=1",),
@@ -43,14 +44,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A source run of two sharded ranks, and runs of every layout that start from it."""
     folder = tmp_path_factory.mktemp("init")
     shutil.copy(HERE / "user_code.py", folder)
-    source = run("train", *TINY, "train.steps=3", "parallel.dp_shard=2", "run.dir=source", "run.seed=5", cwd=folder)
+    write_text(folder / "texts")
+    source = run("train", *KEYS, "train.steps=20", "parallel.dp_shard=2", "run.dir=source", "run.seed=5", cwd=folder)
     assert source.code == 0, source.err
     return folder
 
 
 @pytest.fixture(scope="module")
 def started(place: Path) -> dict[str, Done]:
-    chosen = ("train", *TINY, "train.steps=1", NOTHING_MOVES, "model.init_from=source")
+    chosen = ("train", *KEYS, "train.steps=1", NOTHING_MOVES, "model.init_from=source")
     commands = [[*chosen, f"run.dir={name.replace(' ', '-')}", *keys] for name, keys in LAYOUTS.items()]
     return dict(zip(LAYOUTS, run_all(commands, place), strict=True))
 
@@ -64,7 +66,7 @@ def test_a_run_of_any_layout_begins_with_the_weights_it_was_given(
     assert done.code == 0, done.err
     source = list_checkpoints(place / "source")[-1]
     assert same(tensors(run_dir / "checkpoints" / "step-1"), tensors(source))
-    assert f"from {source}, step 3" in done.out
+    assert f"from {source}, step 20" in done.out
     attempts = len(events(run_dir, RunStarted)) // 1
     told = [envelope.event for envelope in events(run_dir, WeightsTaken)]
     assert len(told) == attempts == (2 if layout == "restarted" else 1)
@@ -92,7 +94,7 @@ def test_a_run_that_continues_does_not_read_it(place: Path, started: dict[str, D
     for file in (place / "poisoned" / "checkpoints" / "step-1").glob("rank-*"):
         file.write_bytes(pickle.dumps(Payload()))
     continued, poisoned = run_all(
-        [["train", "--resume", name, "train.steps=2", "model.init_from=nowhere"] for name in ("continued", "poisoned")],
+        [["train", "--resume", name, "train.steps=2"] for name in ("continued", "poisoned")],
         place,
     )
     assert continued.code == 0, continued.err
@@ -105,7 +107,7 @@ def test_a_run_that_continues_does_not_read_it(place: Path, started: dict[str, D
 
 def test_a_users_own_module_is_asked_by_its_ranks(place: Path) -> None:
     """Its names are not known before: the ranks refuse, with the table."""
-    done = run("train", *TINY[3:], "model.kind=user_code:bigram", "model.init_from=source", "run.dir=own", cwd=place)
+    done = run("train", *KEYS[3:], "model.kind=user_code:bigram", "model.init_from=source", "run.dir=own", cwd=place)
     assert done.code == 5
     lines = done.err.splitlines()
     header = next(number for number, line in enumerate(lines) if line.split() == ["tensor", "wanted", "found"])
@@ -118,7 +120,7 @@ def test_a_users_own_module_is_asked_by_its_ranks(place: Path) -> None:
 
 def refused(capsys: pytest.CaptureFixture[str], place: Path, *keys: str, code: int = 5) -> str:
     run_dir = place / "never"
-    assert phalanx(["train", *TINY, f"run.dir={run_dir}", *keys]) == code
+    assert phalanx(["train", *KEYS, f"data.source={place / 'texts'}", f"run.dir={run_dir}", *keys]) == code
     assert not run_dir.exists()
     return capsys.readouterr().err
 
@@ -151,7 +153,7 @@ def test_another_type_is_rounded_only_when_asked(place: Path, tmp_path: Path) ->
     done = run("checkpoint", "export", "source", "--out", str(tmp_path / "hf"), "--dtype", "bf16", cwd=place)
     assert done.code == 0, done.err
     assert phalanx(["checkpoint", "import", str(tmp_path / "hf"), "--out", str(half)]) == 0
-    keys = (*TINY, "train.steps=1", NOTHING_MOVES, f"model.init_from={half}", "parallel.dp_shard=2")
+    keys = (*KEYS, "train.steps=1", NOTHING_MOVES, f"model.init_from={half}", "parallel.dp_shard=2")
     without, taken = run_all(
         [["train", *keys, "run.dir=no"], ["train", *keys, "run.dir=rounded", "model.init_cast=true"]], place
     )
@@ -172,7 +174,7 @@ def test_a_plan_says_where_training_starts_and_what_no_shape_shows(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Another base of the rotary positions fits every tensor, and is another model."""
-    keys = ("plan", *TINY, f"model.init_from={place / 'source'}")
+    keys = ("plan", *KEYS, f"model.init_from={place / 'source'}")
     assert phalanx([*keys, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["initial"]
     assert (told["num_tensors"], told["dtypes"], told["differences"]) == (11, ["float32"], [])

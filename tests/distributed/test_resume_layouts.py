@@ -4,7 +4,7 @@ and the losses of the run that had that layout from its first step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,21 @@ from checkpoints import (
     Tensors,
     bytes_needed,
     counting_reads,
+    edit_manifest,
     newest,
     restore_state,
     save_state,
 )
 from models import shape
 from phalanx.core.digest import stable_hash64
+from phalanx.core.errors import CheckpointError
 from phalanx.data.ledger import check_ledger
-from phalanx.job.schema import Optim
+from phalanx.job.schema import Job, Optim
 from phalanx.mesh.logical import LogicalShard, local_bytes
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.models.decoder import Decoder
 from phalanx.optim.build import build_optimizer
+from phalanx.optim.groups import Groups, decay_groups
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.planner import Plan
 from phalanx.train.state import TrainState
@@ -45,6 +48,7 @@ from resuming import (
     plan_for,
     resume,
     train,
+    whole_tensors,
     write_corpus,
 )
 
@@ -121,7 +125,7 @@ def campaign(root: Path, dtype: torch.dtype, layouts: dict[int, dict[str, Degree
     continued: dict[tuple[str, str], Outcome] = {}
     wrong: dict[tuple[str, str], list[str]] = {}
     for num_ranks, some in layouts.items():
-        outcomes = run_ranks(num_ranks, continue_all, num_ranks, some, root, dtype, saved, deadline_s=300)
+        outcomes = run_ranks(num_ranks, continue_all, num_ranks, some, root, dtype, saved, deadline_s=1200)
         for pair in outcomes[0]:
             continued[pair] = outcomes[0][pair][1]
             wrong[pair] = sorted({name for outcome in outcomes for name in outcome[pair][0]})
@@ -228,3 +232,96 @@ def test_a_rank_of_a_real_model_reads_its_part_and_no_more(tmp_path: Path) -> No
                 assert read == needed, (rank, writer)
                 # Its own bytes, and for each of three large tensors in each file not more than a chunk at either end.
                 assert sum(read.values()) <= own_bytes + 3 * len(read) * 2 * CHUNK_BYTES, (rank, writer)
+
+
+# Optimizers of users: state that is made at the first step, numbers beside it, numbers of groups
+
+
+class Counting(torch.optim.Optimizer):
+    """Gradient descent whose steps shrink with counts: a plain number for each parameter and one of the group."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "updates": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["updates"] += 1
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["count"] = state.get("count", 0) + 1
+                parameter -= group["lr"] / (state["count"] + group["updates"]) * parameter.grad
+
+
+OWN: dict[str, Callable[[Groups, Optim], torch.optim.Optimizer]] = {
+    "as docs/own-code.md shows it": lambda groups, optim: torch.optim.RMSprop(
+        groups.with_decay(optim.weight_decay, auto=0.0), lr=optim.lr
+    ),
+    "with a start that is not zero": lambda groups, optim: torch.optim.NAdam(groups.parameters(), lr=optim.lr),
+    "counting in plain numbers": lambda groups, optim: Counting(groups.parameters()),
+}
+
+
+def own_state(mesh: Mesh, job: Job, plan: Plan, kind: str, *, seed: int) -> TrainState:
+    model = parallelize(new_module(torch.float64, seed=seed), plan, mesh, seed=job.run.seed)
+    groups = decay_groups(model.module, [parameter for _, parameter in model.named_parameters()])
+    return TrainState(model, OWN[kind](groups, job.optim), job.run.seed)
+
+
+def continue_own(rank: int, num_ranks: int, root: Path, degrees: Degrees) -> dict[str, list[str]]:
+    """What differs between a straight run and one that was saved and continued, by optimizer."""
+    found = {}
+    job, plan = job_for(num_ranks, **degrees), plan_for(num_ranks, **degrees)
+    with open_mesh(plan.layout, device="cpu") as mesh:
+        for kind in OWN:
+            run_dir = copy_run(root / "empty", root / f"{kind} {num_ranks}", mesh)
+            straight = train(
+                own_state(mesh, job, plan, kind, seed=1), job, plan, run_dir, attempt=0, look_at=(SAVED, STEPS)
+            )
+            resumed = resume(own_state(mesh, job, plan, kind, seed=2), job, plan, run_dir)
+            wrong = differing(resumed.whole[SAVED], straight.whole[SAVED])
+            wrong += differing(resumed.whole[STEPS], straight.whole[STEPS])
+            wrong += [
+                f"loss of step {step}" for step in resumed.losses if resumed.losses[step] != straight.losses[step]
+            ]
+            found[kind] = wrong + ([] if resumed.facts == straight.facts else [f"{resumed.facts} {straight.facts}"])
+    return found
+
+
+@pytest.mark.parametrize(("num_ranks", "degrees"), [(1, {}), (2, {"dp_shard": 2})], ids=["one", "zero3"])
+def test_an_optimizer_of_ones_own_goes_on_where_it_was(num_ranks: int, degrees: Degrees, tmp_path: Path) -> None:
+    """To the bit, whenever it makes its state, and whether it counts in tensors or in plain numbers."""
+    write_corpus(tmp_path)
+    for found in run_ranks(num_ranks, continue_own, num_ranks, tmp_path, degrees):
+        assert found == {kind: [] for kind in OWN}
+
+
+def refuse_own(rank: int, root: Path) -> tuple[str, str, bool]:
+    """What is said of state that cannot be saved, and of another optimizer's; whether that one stayed as it was."""
+    job, plan = job_for(1), plan_for(1)
+    with open_mesh(plan.layout, device="cpu") as mesh:
+        strange = own_state(mesh, job, plan, "counting in plain numbers", seed=1)
+        strange.optimizer.state[next(strange.model.parameters())]["history"] = [1.0, 2.0]
+        with pytest.raises(CheckpointError) as unsaved:
+            save_state(strange, root / "strange")
+        directory = save_state(own_state(mesh, job, plan, "counting in plain numbers", seed=1), root / "saved")
+        other = own_state(mesh, job, plan, "as docs/own-code.md shows it", seed=2)
+        before = whole_tensors(other)
+        with pytest.raises(CheckpointError) as unfit:
+            restore_state(other, directory)
+        begun = own_state(mesh, job, plan, "as docs/own-code.md shows it", seed=1)
+        for parameter in begun.model.parameters():
+            begun.optimizer.state[parameter]["square_avg"] = torch.ones_like(parameter)
+        incomplete = save_state(begun, root / "incomplete")
+        edit_manifest(incomplete, lambda body: body["tensors"].pop("lookup.weight"))
+        with pytest.raises(CheckpointError):
+            restore_state(other, incomplete)
+        untouched = not differing(whole_tensors(other), before) and not any(other.optimizer.state.values())
+        return str(unsaved.value), str(unfit.value), untouched
+
+
+def test_state_that_no_checkpoint_holds_and_other_optimizers_are_refused(tmp_path: Path) -> None:
+    unsaved, unfit, untouched = run_ranks(1, refuse_own, tmp_path)[0]
+    assert "Counting keeps state/lookup.weight/history = [1.0, 2.0]" in unsaved
+    assert "it was written with the optimizer Counting, not RMSprop" in unfit
+    assert untouched

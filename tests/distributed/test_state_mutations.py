@@ -7,6 +7,7 @@ the tests.
 
 from __future__ import annotations
 
+import itertools
 import runpy
 import shutil
 from collections.abc import Callable, Iterator
@@ -41,7 +42,7 @@ from resuming import (
 
 READER = Path(__file__).parents[2] / "docs" / "read_checkpoint.py"
 TOKENIZER = "00aa"
-JOB, PLAN = job_for(1), plan_for(1)
+JOB, PLAN = job_for(1, optimizer="resuming:counted_adamw"), plan_for(1)
 Damage = Callable[[Path], None]
 
 
@@ -59,11 +60,11 @@ class Workshop:
     straight: Outcome
 
     def lost(self, damage: Damage) -> list[str]:
-        """What a resume no longer gives when `damage` was done to its run; empty if nothing is missed."""
+        """The first thing that a resume no longer gives when `damage` was done to its run; empty if none is missed."""
         run_dir = copy_run(self.root / "straight", self.root / "damaged", self.mesh)
         try:
             damage(run_dir)
-            return list(self._lost(run_dir))
+            return list(itertools.islice(self._lost(run_dir), 1))
         finally:
             shutil.rmtree(run_dir)
 
@@ -109,39 +110,56 @@ def drop(part: str, key: str, run_dir: Path) -> None:
     edit_manifest(newest(run_dir), lambda body: body[part].pop(key))
 
 
-def reset_tensor(mesh: Mesh, name: str, run_dir: Path) -> None:
+def reset_tensor(state: TrainState, fresh: TrainState, name: str, run_dir: Path) -> None:
     """What the checkpoint has of one tensor becomes what a new process has; zeros where that is the same."""
-    state, fresh = new_process(mesh), new_process(mesh)
     restore_state(state, newest(run_dir))
     target, source = state.shards()[name].tensor, fresh.shards()[name].tensor
     if torch.equal(target, source):
-        source.zero_()
+        source = torch.zeros_like(source)
     assert not torch.equal(target, source), name
     target.copy_(source)
     shutil.rmtree(newest(run_dir))
     save_state(state, run_dir)
 
 
-def reset_fact(key: str, run_dir: Path) -> None:
+def change_fact(path: tuple[str, ...], change: Callable[[dict[str, Any], str], Any], run_dir: Path) -> None:
+    """Change the fact that these keys lead to."""
+
+    def at(body: dict[str, Any]) -> None:
+        holder = body["facts"]
+        for key in path[:-1]:
+            holder = holder[key]
+        change(holder, path[-1])
+
+    edit_manifest(newest(run_dir), at)
+
+
+def reset(holder: dict[str, Any], key: str) -> None:
     """A number becomes 0, a text empty: what a TrainState begins with."""
+    assert holder[key], f"{key} is {holder[key]!r} already: resetting it shows nothing"
+    holder[key] = type(holder[key])()
 
-    def change(body: dict[str, Any]) -> None:
-        value = body["facts"][key]
-        assert value, f"{key} is {value!r} already: resetting it shows nothing"
-        body["facts"][key] = type(value)()
 
-    edit_manifest(newest(run_dir), change)
+def leaves(facts: dict[str, Any], *path: str) -> Iterator[tuple[str, ...]]:
+    for key, value in facts.items():
+        if isinstance(value, dict):
+            yield from leaves(value, *path, key)
+        else:
+            yield (*path, key)
 
 
 def damages(checkpoint: Path, mesh: Mesh) -> Iterator[tuple[str, Damage]]:
     """Every mutation, by what a checkpoint holds."""
     manifest = read_manifest(checkpoint)
+    state, fresh = new_process(mesh), new_process(mesh)
     for name in manifest.tensors:
         yield f"drop tensor {name}", partial(drop, "tensors", name)
-        yield f"reset tensor {name}", partial(reset_tensor, mesh, name)
+        yield f"reset tensor {name}", partial(reset_tensor, state, fresh, name)
     for key in manifest.facts:
         yield f"drop fact {key}", partial(drop, "facts", key)
-        yield f"reset fact {key}", partial(reset_fact, key)
+    for path in leaves(manifest.facts):
+        yield f"drop leaf {' '.join(path)}", partial(change_fact, path, dict.pop)
+        yield f"reset fact {' '.join(path)}", partial(change_fact, path, reset)
     for name in manifest.aliases:
         yield f"drop alias {name}", partial(drop, "aliases", name)
 
@@ -183,5 +201,14 @@ def test_what_is_not_there_is_never_made_up(lost: dict[str, list[str]]) -> None:
 
 def test_the_mutations_reach_every_kind_of_state(lost: dict[str, list[str]]) -> None:
     kinds = ("exp_avg", "exp_avg_sq", "/step", "running_var", "scale", "frozen.weight", "lookup.weight", "samples_seen")
-    for kind in (*kinds, "tokens_seen", "fact step", "seed", "tokenizer", "alias out.weight"):
+    for kind in (
+        *kinds,
+        "tokens_seen",
+        "fact step",
+        "seed",
+        "tokenizer",
+        "optimizer kind",
+        "updates",
+        "alias out.weight",
+    ):
         assert any(name.endswith(kind) for name in lost), kind

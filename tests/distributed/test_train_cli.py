@@ -55,6 +55,7 @@ warmup_steps = 4
 [checkpoint]
 every_steps = 10
 """
+FILES = ("epoch", "job.json", "plan.json", "report.html")
 # What changes how a step is computed, and not what it computes.
 SAME_MATHS = {
     "zero3": ("parallel.dp_shard=2", "parallel.zero_stage=3"),
@@ -130,7 +131,7 @@ def test_the_held_out_loss_stands_beside_its_baselines(house: House) -> None:
 def test_everything_is_inside_the_run_directory(house: House) -> None:
     assert house.after - house.before == {f"run {name}" for name in house.done}
     inside = {name.split("/")[0] for name in snapshot(house.dir("ddp"))}
-    assert inside == {"blackbox", "checkpoints", "data", "events", "job.json", "logs", "plan.json", "report.html"}
+    assert inside == {*FILES, "blackbox", "checkpoints", "data", "events", "logs"}
     assert not [name for name in snapshot(house.dir("ddp")) if "partial" in name or name.endswith(".error.json")]
 
 

@@ -148,6 +148,33 @@ def test_units(job: dict[str, object], is_text: bool) -> None:
     assert (units_of(job).loss == "nats/token") == is_text
 
 
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        (
+            events.CheckpointSaved(8, "checkpoints/step-8", 3 * 2**20, 2.0, 0.1, 2**20),
+            "saved checkpoint of step 8: checkpoints/step-8 (3.0 MiB, 1.0 MiB of it new, 2.0 s, training stood still "
+            "for 100 ms)",
+        ),
+        (
+            events.CheckpointSaved(8, "checkpoints/step-8", 2**20, 2.0, 2.0, 2**20),
+            "saved checkpoint of step 8: checkpoints/step-8 (1.0 MiB, 2.0 s)",
+        ),
+        (
+            events.CheckpointPostponed(20, 15, 3.2),
+            "checkpoint after step 20 waits: that of step 15 is still being written after 3.2 s",
+        ),
+        (
+            events.CheckpointIntervalChosen(11, 600.0, 2.0, 9.0, 90000.0),
+            "a checkpoint each 10 m 00 s: a save stops training for 2.0 s and takes 9.0 s; a failure each 25 h 00 m",
+        ),
+        (events.CheckpointsRemoved([5, 10]), "removed old checkpoints step-5, step-10"),
+    ],
+)
+def test_what_is_said_of_saves(event: events.Event, line: str) -> None:
+    assert describe(tell(event)) == line
+
+
 def test_a_replaced_loader_worker_and_a_warning_are_told() -> None:
     stream, console = plain()
     console.write(tell(events.LoaderWorkerReplaced(7, "it was silent for 60 s"), rank=0))

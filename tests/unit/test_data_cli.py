@@ -254,7 +254,8 @@ def test_a_build_that_is_stopped_goes_on(made: Path, tmp_path: Path, how: signal
     assert not (out / "dataset.json").exists()
     if how == signal.SIGINT:
         assert done.code == 130
-        assert done.err == ""
+        # A slow machine sees progress on the way, and nothing else.
+        assert [line for line in done.err.splitlines() if not line.startswith("building ")] == []
         assert re.fullmatch(
             r"stopped: \d+ of \d+ shards are whole and kept; the same command goes on from there\n", done.out
         )

@@ -225,7 +225,9 @@ def test_runs_in_an_input_are_no_text(tree: Path, tmp_path: Path, pattern: str) 
 
 def test_nothing_but_a_dataset(tree: Path, tmp_path: Path) -> None:
     build([tree], tmp_path / "only" / "tokens")
-    refused([tmp_path / "only"], tmp_path / "out", "only: there is no text in it (a dataset or a run is all that is there)")
+    refused(
+        [tmp_path / "only"], tmp_path / "out", "only: there is no text in it (a dataset or a run is all that is there)"
+    )
     refused([tmp_path / "only" / "tokens" / "*"], tmp_path / "out", "it is a dataset already")
 
 

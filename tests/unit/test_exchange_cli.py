@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import pickle
 import struct
+import tracemalloc
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable
@@ -15,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from phalanx.checkpoint.exchange.families import family_of
 from phalanx.checkpoint.exchange.new_directory import new_directory
 from phalanx.checkpoint.exchange.settings import config_of_shape
 from phalanx.checkpoint.exchange.stored import StoredBag
@@ -23,6 +26,7 @@ from phalanx.core.registry import names
 from phalanx.job.load import load_job
 from phalanx.job.model import shape_of
 from phalanx.job.shape import ModelShape
+from phalanx.job.tensors import tensor_shapes
 
 
 def phalanx(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
@@ -359,8 +363,9 @@ def save_as_torch_does(rank: int, folder: Path) -> None:
     warnings.simplefilter("ignore")  # about a single process, which is meant
     turned = torch.arange(6.0).reshape(2, 3).t()
     inner = {"a.weight": turned, "b": torch.ones(3, dtype=torch.bfloat16)}
-    torch.save({"module": inner, "step": 3, "list": [torch.zeros(2)]}, folder / "nested.pt")
-    torch.save(torch.nn.Linear(3, 2), folder / "module.pt")
+    torch.save(
+        {"module": inner, "net": torch.nn.Linear(3, 2), "step": 3, "list": [torch.zeros(2)]}, folder / "nested.pt"
+    )
     dcp.save({"model": inner, "step": 3}, checkpoint_id=folder / "dcp", no_dist=True)
     (folder / "hf").mkdir()
     torch.save(
@@ -391,13 +396,14 @@ def test_trusted_files_of_torch_become_checkpoints(tmp_path: Path, capsys: pytes
         assert code == 0, err
         return tensors_of(out), json.loads(said)["notes"]
 
-    found, notes = taken("nested.pt", "--prefix", "module.")
-    assert found == wanted
-    assert notes == ["1 thing in it is no tensor and is left out", "of 3 tensors 1 do not begin with 'module.'"]
-    assert taken("dcp", "--prefix", "model.")[0] == wanted
-    found, notes = taken("module.pt")
-    assert {name: len(bits) for name, (_, bits) in found.items()} == {"weight": 6, "bias": 2}
-    assert "unpickled in full" in notes[0]
+    found, notes = taken("nested.pt")
+    assert {name: found[f"module.{name}"] for name in wanted} == wanted
+    assert sorted(found) == ["list.0", "module.a.weight", "module.b", "net.bias", "net.weight"]
+    assert notes[0] == "1 thing in it is no tensor and is left out"
+    assert "unpickled in full" in notes[1]
+    found, notes = taken("dcp", "--prefix", "model.a.")
+    assert found == {"weight": wanted["a.weight"]}
+    assert notes == ["1 thing in it is no tensor and is left out", "of 2 tensors 1 do not begin with 'model.a.'"]
     found, _ = taken("hf")
     assert "blocks.0.ffn.down.weight" in found
     assert "--trust-pickle" in refused(capsys, "import", tmp_path / "hf", "--out", tmp_path / "x", code=5)
@@ -410,3 +416,28 @@ def test_a_safetensors_file_alone_keeps_its_names(tmp_path: Path, capsys: pytest
     assert "model.init_from" in said
     assert list(tensors_of(tmp_path / "o")) == ["a", "b"]
     assert not (tmp_path / "o" / "model.toml").exists()
+
+
+# Memory
+
+
+def test_weights_pass_through_one_tensor_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """50 MB of weights in tensors of at most 1.6 MB: neither way holds more than a few of them, and a chunk."""
+    shape = ModelShape(8, 256, 4, 4, 64, 1536, 512, False)
+    folder, imported, sizes = tmp_path / "llama", tmp_path / "imported", _their_sizes(shape)
+    folder.mkdir()
+    write_safetensors(folder / "model.safetensors", {name: np.ones(size, np.float32) for name, size in sizes.items()})
+    (folder / "config.json").write_text(json.dumps(config_of_shape(shape)))
+    total_bytes = sum(4 * math.prod(size) for size in sizes.values())
+    assert total_bytes > 45e6
+    for arguments in (("import", folder, "--out", imported), ("export", imported, "--out", tmp_path / "x")):
+        tracemalloc.start()
+        assert phalanx(capsys, *arguments)[0] == 0
+        _, peak_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak_bytes < total_bytes / 4
+
+
+def _their_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    family = family_of("llama")
+    return {next(filter(None, (r.their_name(n) for r in family.rules))): s for n, s in tensor_shapes(shape).items()}

@@ -17,7 +17,8 @@ import torch
 from test_families import SCALINGS, VOCAB, gemma3, hf, randomised, theirs, tiny
 from torch import nn
 
-from phalanx.checkpoint.exchange.hf_export import export_hugging_face
+from phalanx.checkpoint.exchange.casts import cast_bits
+from phalanx.checkpoint.exchange.hf_export import Rounding, export_hugging_face
 from phalanx.checkpoint.exchange.importing import from_hugging_face, write_import
 from phalanx.checkpoint.exchange.stored import StoredBag
 from phalanx.checkpoint.verify import verify_checkpoint
@@ -208,7 +209,9 @@ def old_spellings(rank: int, place: Path) -> dict[str, Any]:
     load_weights(module, place / "imported", cast=True)
     wanted, have = model.state_dict()["transformer.wte.weight"], module.state_dict()["embed.weight"]
     with StoredBag(place / "imported" / "checkpoints" / "step-0") as bag:
-        exported = export_hugging_face(bag, found.shape, place / "fp32", shard_bytes=10**9, dtype="float32")
+        exported = export_hugging_face(
+            bag, found.shape, place / "fp32", shard_bytes=10**9, rounding=Rounding("float32", cast_bits)
+        )
     opened = hf().AutoModelForCausalLM.from_pretrained(place / "fp32")
     same = all(torch.equal(t.float(), opened.state_dict()[name]) for name, t in model.state_dict().items())
     config = json.loads((place / "fp32" / "config.json").read_text())

@@ -125,6 +125,10 @@ UNKNOWN = {
     "positions by length": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic'"),
     "parts of heads": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "a width that is no number": ({"hidden_size": "wide"}, "cannot be understood"),
+    "more blocks than anybody has": ({"num_hidden_layers": 10**9}, "cannot be understood"),
+    "no heads": ({"num_attention_heads": 0}, "cannot be understood"),
+    "half a width": ({"hidden_size": 32.5}, "cannot be understood"),
+    "quantized": ({"quantization_config": {"bits": 4}}, "quantized"),
     "no width at all": ({"hidden_size": None}, "cannot be understood"),
 }
 

@@ -42,6 +42,12 @@ def test_checks_read_keys_that_exist():
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
+        ("checkpoint.every=auto", 'checkpoint.every: "auto" weighs what a save costs against how often the job fails'),
+        (
+            "checkpoint.mtbf_hours=3",
+            'checkpoint.mtbf_hours: is for checkpoint.every = "auto"; set every = "auto" as well',
+        ),
+        ("checkpoint.keep_every=3", "checkpoint.keep_every: keeps some of what is removed, and without keep_last"),
         ("model.dim=130", "model.dim: dim 130 cannot be divided among 4 heads; nearest dim for 4 heads: 128 or 136"),
         ("model.num_heads=3", "model.num_heads: dim 128 cannot be divided among 3 heads; nearest dim for 3 heads: 126"),
         ("model.dim=132 model.num_heads=4", "model.num_heads: dim 132 over 4 heads makes heads of 33, and rotary"),

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from phalanx.checkpoint import locks
+from phalanx.checkpoint.epoch import EPOCH, read_epoch
 from phalanx.checkpoint.locks import LOCK_NAME, hold_run_lock
-from phalanx.core.errors import ResourceError, RunLockedError
+from phalanx.core.errors import CheckpointError, ResourceError, RunLockedError
 
 HOLD = """
 import sys
@@ -175,3 +176,37 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / LOCK_NAME).mkdir()
     with pytest.raises(ResourceError), hold_run_lock(tmp_path):
         pass
+
+
+def test_each_attempt_takes_an_epoch_which_the_lock_shows(tmp_path: Path) -> None:
+    with hold_run_lock(tmp_path) as lock:
+        first = lock.take_epoch()
+        first.require_newest()
+        assert written(tmp_path)["epoch"] == first.number == 1
+        second = lock.take_epoch()  # a restart
+        assert (second.number, read_epoch(tmp_path)) == (2, 2)
+        second.require_newest()
+        with pytest.raises(CheckpointError, match="another job took this run"):
+            first.require_newest()
+        with pytest.raises(RunLockedError, match=r"since .* \(epoch 2\)"), hold_run_lock(tmp_path):
+            pass
+    assert not (tmp_path / LOCK_NAME).exists()
+    with hold_run_lock(tmp_path) as lock:
+        assert lock.take_epoch().number == 3
+
+
+def test_who_lost_the_lock_cannot_take_an_epoch(tmp_path: Path) -> None:
+    with hold_run_lock(tmp_path) as ours:
+        (tmp_path / LOCK_NAME).unlink()  # by hand, against all advice
+        with hold_run_lock(tmp_path) as theirs:
+            theirs.take_epoch()
+            with pytest.raises(RunLockedError):
+                ours.take_epoch()
+            assert read_epoch(tmp_path) == 1
+
+
+@pytest.mark.parametrize("text", ["", "x", "1 2", "1\n\n{"])
+def test_a_damaged_epoch_is_said_with_what_to_do(tmp_path: Path, text: str) -> None:
+    (tmp_path / EPOCH).write_text(text)
+    with hold_run_lock(tmp_path) as lock, pytest.raises(CheckpointError, match="number of restarts"):
+        lock.take_epoch()

@@ -17,7 +17,6 @@ from phalanx.checkpoint.manifest import (
     body_xxh3,
     checkpoint_directory,
     list_checkpoints,
-    newest_step,
     read_manifest,
 )
 from phalanx.core.errors import CheckpointError, ExitCode
@@ -98,8 +97,6 @@ def test_a_part_of_the_wrong_kind_is_damage(tmp_path: Path, key: str, value: Any
 
 def test_checkpoints_are_listed_in_order_of_steps(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path) == []
-    assert newest_step(tmp_path) == 0
     for step in (100, 9, 20):
         write(checkpoint_directory(tmp_path, step), ONE.to_json())
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-9", "step-20", "step-100"]
-    assert newest_step(tmp_path) == 100

@@ -211,6 +211,41 @@ def test_document_masks_cost_memory() -> None:
     assert more == 8 * 512 * 512 * 4
 
 
+@pytest.mark.parametrize(
+    ("sections", "is_copied"),
+    [
+        ({"checkpoint": {"every_steps": 10}}, True),
+        ({"checkpoint": {"every": "auto", "mtbf_hours": 5.0}}, True),
+        ({"eval": {"keep_best": True}}, True),
+        ({"checkpoint": {"every_steps": 10, "asynchronous": False}}, False),
+        ({}, False),  # the save at the end is waited for
+    ],
+)
+def test_a_copy_of_the_state_is_planned_where_saves_are_written_from_one(
+    sections: dict[str, Any], is_copied: bool
+) -> None:
+    """Weights and two moments, an equal part on each rank in every layout, in the host's memory."""
+    found = plan(parallel={"ranks": 4}, **sections)
+    for candidate in found.alternatives:
+        expected = round(12 * found.num_params / 4) if is_copied else None
+        assert candidate.predicted_bytes.get("staging") == expected
+    assert any("training goes on while it is saved" in reason for reason in found.reasons) == is_copied
+    on_gpus = plan(GPUS, **sections)
+    assert "staging" not in on_gpus.chosen.predicted_bytes
+    assert any("of pinned host memory per rank" in reason for reason in on_gpus.reasons) == is_copied
+
+
+def test_a_copy_that_does_not_fit_is_refused() -> None:
+    model = {"dim": 1024, "num_layers": 8, "num_heads": 8, "vocab_size": 32000}
+    sections: dict[str, Any] = {"model": model, "parallel": {"ranks": 1}, "train": {"global_batch_size": 1}}
+    sections["optim"] = {"kind": "sgd", "momentum": 0.0}
+    whole = plan(**sections).chosen.total_bytes
+    cluster = Cluster("cpu", 1, round(1.1 * whole + 450 * 2**20))
+    assert plan(cluster, **sections).chosen.fits
+    with pytest.raises(LayoutError, match="are there"):
+        plan(cluster, checkpoint={"every_steps": 10}, **sections)
+
+
 def test_a_vocabulary_larger_than_the_models_is_refused() -> None:
     with pytest.raises(
         DataError, match=r"vocabulary of 257 tokens and the model one of 100; set model\.vocab_size=257"

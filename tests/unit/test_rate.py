@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 
 from models import CPU
 from phalanx.cli._data import say_batch_change
@@ -96,7 +97,8 @@ def test_a_run_that_goes_on_with_another_batch_says_which_rate_it_has(
     """Ten steps of 16 samples are done; there is nothing to train here, so no model."""
     grown, none = job(64, **optim), cast("Any", None)
     bus = Bus(rank=0, run_dir=tmp_path)
-    state = TrainState(none, none, seed=1, step=10, samples_seen=160)
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    state = TrainState(none, optimizer, seed=1, step=10, samples_seen=160)
     say_batch_change(grown, make_plan(grown, cluster=CPU), state, bus)
     bus.close()
     (note,) = recorded(tmp_path, Note)

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.checkpoint.manifest import MANIFEST, Manifest, Piece, StoredTensor, list_checkpoints, step_of
+from phalanx.checkpoint.manifest import MANIFEST, Manifest, Piece, StoredTensor
 from phalanx.checkpoint.retention import Retention, prune
 from phalanx.checkpoint.shard_file import Source, write_file
 from phalanx.checkpoint.stores.local import REMOVED, LocalStore
@@ -36,12 +36,14 @@ def damage(directory: Path) -> None:
 
 
 def steps(run_dir: Path) -> list[int]:
-    return [step_of(path) for path in list_checkpoints(run_dir)]
+    return [folder.step for folder in store(run_dir).folders()]
 
 
 def test_the_last_milestones_and_the_best_stay() -> None:
     retention = Retention(last=2, every=1000, kept=frozenset({300}))
     assert retention.superfluous([100, 200, 300, 900, 1000, 1100, 1200]) == [100, 200, 900]
+    by_the_clock = Retention(last=1, every=1000)
+    assert by_the_clock.superfluous([990, 1003, 1900, 2000, 2044, 4100, 4200, 4300]) == [990, 1900, 2044, 4200]
     assert Retention().superfluous([1, 2, 3]) == []
     assert Retention(last=5).superfluous([1, 2, 3]) == []
 

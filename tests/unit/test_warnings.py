@@ -135,6 +135,7 @@ SILENT = [
     ("small_held_out", {"data": samples(9984, 200)}),
     ("saved_at_the_end_only", {"overrides": ("train.steps=5000", "checkpoint.every_minutes=5.0")}),
     ("saved_at_the_end_only", {"overrides": ("train.steps=5000", "checkpoint.every_steps=500")}),
+    ("saved_at_the_end_only", {"overrides": ("train.steps=5000", "checkpoint.every=auto", "checkpoint.mtbf_hours=9")}),
     ("saved_at_the_end_only", {"overrides": ("train.steps=1500",)}),
     ("fp32_on_gpu", {"overrides": (*OWN, "precision.compute=bf16"), "cluster": GPU, "num_params": 50_000_000}),
     ("fp32_on_gpu", {"overrides": OWN, "num_params": 50_000_000}),

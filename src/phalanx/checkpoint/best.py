@@ -11,14 +11,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from phalanx.checkpoint.manifest import checkpoint_directory
-from phalanx.core.files import write_json_atomic
+from phalanx.core.disk import Disk, write_json_durably
 
 BEST = "best.json"
 
 
 @dataclass(frozen=True)
 class Best:
-    """`loss` per target over `num_targets` held-out targets; `checkpoint` is relative to the run directory.
+    """`loss` per target over `num_targets` held-out targets; `checkpoint` is relative to the run directory, or a URL.
 
     `value` is that of `metric`, by which it is the best.
     """
@@ -32,12 +32,23 @@ class Best:
 
 
 def write_best(
-    run_dir: Path, *, step: int, loss: float, num_targets: int, metric: str = "loss", value: float | None = None
+    run_dir: Path,
+    *,
+    step: int,
+    loss: float,
+    num_targets: int,
+    metric: str = "loss",
+    value: float | None = None,
+    place: str | None = None,
+    disk: Disk | None = None,
 ) -> Best:
-    """Name the checkpoint of `step`, which must be saved, the best by `metric`. Atomic; raises OSError."""
-    place = str(checkpoint_directory(run_dir, step).relative_to(run_dir))
+    """Name the checkpoint of `step`, which must be saved, the best by `metric`. Atomic; raises OSError.
+
+    `place`: where it is, if that is not RUN/checkpoints/step-N.
+    """
+    place = place or str(checkpoint_directory(run_dir, step).relative_to(run_dir))
     best = Best(step, loss, num_targets, place, metric, loss if value is None else value)
-    write_json_atomic(run_dir / BEST, {"format": 1, **asdict(best)})
+    write_json_durably(disk or Disk(), run_dir / BEST, {"format": 1, **asdict(best)})
     return best
 
 

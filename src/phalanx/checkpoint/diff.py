@@ -5,7 +5,6 @@ Every byte that is compared was verified first. One tensor of each side is in me
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,11 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.checkpoint.folder import Folder, as_folder
+from phalanx.checkpoint.folder import Folder
 from phalanx.checkpoint.manifest import Manifest, read_manifest
-from phalanx.checkpoint.shard_file import CheckedFile
+from phalanx.checkpoint.whole import WholeTensors
 from phalanx.core.digest import differing_keys
-from phalanx.core.errors import CheckpointError
 
 # numpy's type of the same bits, and whether they have to be widened to be numbers
 _NUMPY: Mapping[str, str] = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
@@ -96,41 +94,21 @@ def _at(facts: Any, key: str) -> Any:
     return facts
 
 
-class _Reader:
-    """Whole tensors of one checkpoint; its files stay open."""
-
-    def __init__(self, place: Folder | Path, manifest: Manifest) -> None:
-        self._folder, self._manifest = as_folder(place), manifest
-        self._files: dict[str, CheckedFile] = {}
-        self._open = contextlib.ExitStack()
-
-    def __enter__(self) -> _Reader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
+class _Reader(WholeTensors):
+    """Whole tensors of one checkpoint by all of their names."""
 
     def facts(self, name: str) -> tuple[tuple[int, ...], str] | None:
-        stored = self._manifest.tensors.get(self._manifest.aliases.get(name, name))
+        stored = self.manifest.tensors.get(self._stored_name(name))
         return (stored.shape, stored.dtype) if stored else None
 
     def tensor(self, name: str) -> NDArray[Any]:
         """The tensor's bits, in the type of numpy that holds them."""
-        stored = self._manifest.tensors[self._manifest.aliases.get(name, name)]
-        whole = np.empty(stored.shape, _NUMPY.get(stored.dtype, stored.dtype))
-        for piece in stored.pieces:
-            file = self._file(piece.file)
-            entry = file.entries.get(piece.key)
-            if entry is None or entry.shape != piece.size or entry.item_bytes not in (0, whole.dtype.itemsize):
-                raise CheckpointError(f"{piece.key} is not the block of {name} it should be", where=file.where)
-            block = file.read_block(entry, (0,) * len(piece.size), piece.size).view(whole.dtype).reshape(piece.size)
-            whole[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.size, strict=True))] = block
-        return whole
+        stored_name = self._stored_name(name)
+        dtype = self.manifest.tensors[stored_name].dtype
+        return self.load(stored_name).view(_NUMPY.get(dtype, dtype))
 
-    def _file(self, name: str) -> CheckedFile:
-        if name not in self._files:
-            self._files[name] = self._open.enter_context(CheckedFile(self._folder, name, self._manifest.files[name]))
-        return self._files[name]
+    def _stored_name(self, name: str) -> str:
+        return self.manifest.aliases.get(name, name)
 
 
 def _compare(name: str, left: _Reader, right: _Reader) -> TensorDifference | None:

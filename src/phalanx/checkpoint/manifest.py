@@ -174,14 +174,3 @@ def list_folders(root: Path) -> list[Path]:
         if match and (entry / MANIFEST).is_file():
             found.append((int(match[1]), entry))
     return [entry for _, entry in sorted(found)]
-
-
-def step_of(directory: Path) -> int:
-    """The step in a checkpoint's name."""
-    return int(directory.name.removeprefix("step-"))
-
-
-def newest_step(run_dir: Path) -> int:
-    """The step of the newest committed checkpoint, 0 if there is none."""
-    found = list_checkpoints(run_dir)
-    return step_of(found[-1]) if found else 0

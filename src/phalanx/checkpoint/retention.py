@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from phalanx.checkpoint.folder import Folder
 from phalanx.checkpoint.stores.protocol import Store
-from phalanx.checkpoint.verify import verify_checkpoint
+from phalanx.checkpoint.verify import Progress, verify_checkpoint
 from phalanx.core.errors import CheckpointError
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Keep the last `last` (None: all), those whose step is a multiple of `every`, and the steps in `kept`."""
+    """Keep the last `last` (None: all), the steps in `kept`, and of each `every` steps the first that was saved: the
+    multiple itself, unless saves come by the clock or had to wait."""
 
     last: int | None = None
     every: int | None = None
@@ -24,18 +25,27 @@ class Retention:
         ordered = sorted(steps)
         if self.last is None:
             return []
-        recent = set(ordered[-max(1, self.last) :])
-        return [
-            step
-            for step in ordered
-            if step not in recent and step not in self.kept and not (self.every and step % self.every == 0)
-        ]
+        staying = {*ordered[-max(1, self.last) :], *self.kept, *self._milestones(ordered)}
+        return [step for step in ordered if step not in staying]
+
+    def _milestones(self, ordered: list[int]) -> Iterator[int]:
+        last_number = 0
+        for step in ordered if self.every else ():
+            number = step // self.every if self.every else 0
+            if number > last_number:
+                last_number = number
+                yield step
 
 
 def prune(
-    store: Store, retention: Retention, *, dry_run: bool = False, say: Callable[[str], None] = lambda line: None
+    store: Store,
+    retention: Retention,
+    *,
+    dry_run: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+    progress: Progress = lambda num_bytes: None,
 ) -> list[Folder]:
-    """Remove what `retention` does not keep; what went, oldest first.
+    """Remove what `retention` does not keep; what went, oldest first. `progress` hears of verified bytes; it may raise.
 
     Nothing is removed before a checkpoint that stays has been verified byte for byte: of those that stay the newest
     that verifies is safe, and where none does, nothing goes. Raises CheckpointError if one cannot be removed.
@@ -45,7 +55,7 @@ def prune(
     if not going or dry_run:
         return going
     staying = [folder for step, folder in sorted(by_step.items(), reverse=True) if folder not in going]
-    if not any(_verifies(folder, say) for folder in staying):
+    if not any(_verifies(folder, say, progress) for folder in staying):
         say("no checkpoint that would stay verifies: nothing is removed")
         return []
     for folder in going:
@@ -56,8 +66,8 @@ def prune(
     return going
 
 
-def _verifies(folder: Folder, say: Callable[[str], None]) -> bool:
-    problems = verify_checkpoint(folder)
+def _verifies(folder: Folder, say: Callable[[str], None], progress: Progress) -> bool:
+    problems = verify_checkpoint(folder, progress)
     if problems:
         say(f"{folder.name} does not verify: {problems[0]}")
     return not problems

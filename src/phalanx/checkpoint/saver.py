@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from phalanx.checkpoint.agree import agreed
 from phalanx.checkpoint.epoch import Epoch
 from phalanx.checkpoint.folder import place_in_run
@@ -63,12 +65,17 @@ class Target:
     kept: Callable[[], frozenset[int]] = frozenset
 
 
+class _HurriedError(Exception):
+    """Training stops, and nobody has time for old checkpoints."""
+
+
 class _Flight:
     """A thread of this rank that saves, or tidies up, while training goes on."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self.failed = False
         self.crash: BaseException | None = None
+        self.in_haste = threading.Event()
         self._work = work
         self._is_done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="phalanx-save", daemon=True)
@@ -136,11 +143,16 @@ class Saver:
         self._raise_crash(flight)
         return 0.0, float(flight.failed)
 
-    def wait(self) -> bool:
-        """Until this rank's thread is done. True if its save failed; raises as `votes` does."""
+    def wait(self, *, in_haste: bool = False) -> bool:
+        """Until this rank's thread is done. True if its save failed; raises as `votes` does.
+
+        In haste the removal of old checkpoints, which first reads a whole one, is left to the next save.
+        """
         flight = self._flight
         if flight is None:
             return False
+        if in_haste:
+            flight.in_haste.set()
         if not flight.is_done:
             with self._phases("ckpt_write", "wait for the save in flight"):
                 flight.join()
@@ -155,11 +167,15 @@ class Saver:
     def leave(self, timeout_s: float) -> None:
         """Training ends by an error: let the save in flight end if it can. Never raises."""
         flight = self._flight
-        if flight is None or flight.is_done:
+        if flight is None:
             return
         flight.join(timeout_s)
+        why = ""
         if not flight.is_done:
             why = f"training ended by an error, and the save in flight was not done {timeout_s:g} s later"
+        elif flight.crash is not None:
+            why = f"training ended by an error, and the save in flight by {type(flight.crash).__name__}: {flight.crash}"
+        if why:
             self._tell(Note("save_left_behind", {"why": why}))
 
     def begin(self, snapshot: Snapshot, *, record: Callable[[], None], waited_s: float = 0.0) -> bool:
@@ -188,28 +204,39 @@ class Saver:
         wall_s = time.perf_counter() - began
         self._saved(snapshot.step, saved, Cost(wall_s, wall_s))
         if tidy and self._target.keep_last is not None and self._mesh.rank == 0:
-            self._flight = _Flight(lambda: self._tidy(snapshot.step))
+            self._flight = _Flight(self._tidy)
             self._flight.start()
 
     def _staged(self, snapshot: Snapshot) -> Snapshot | None:
         if self._beside is None:
             self._beside = self._mesh.open_beside(timeout_s=self._timeout_s)
         mine: dict[str, LogicalShard] = {}
-        problem = ""
-        with self._said(snapshot.step), agreed(self._mesh, self._target.store.url, "copying the state") as outcome:
+        problem: CheckpointError | MemoryError | None = None
+        try:
             mine = owned(snapshot.shards)
-            try:
-                self._staging.reserve(mine)
-            except MemoryError as error:
-                problem = f"rank {self._mesh.rank} has no memory for a copy of the state ({error})"
-            outcome["mine"] = problem
-        problems = [found for found in outcome["all"] if found]
-        if problems:
-            self.asynchronous = False
-            self._staging.release()
-            self._tell(Note("saves_are_waited_for", {"why": f"{problems[0]}: training waits for saves from now on"}))
+            self._staging.reserve(mine)
+        except (CheckpointError, MemoryError) as error:
+            problem = error
+        if self._is_anywhere(problem is not None):
+            self._give_up_copy(snapshot.step, problem)
             return None
         return Snapshot(snapshot.step, self._staging.copy(mine), snapshot.aliases, snapshot.facts)
+
+    def _is_anywhere(self, here: bool) -> bool:
+        """Whether it is so on any rank: one small reduction, while training stands still."""
+        return bool(self._mesh.all_reduce_sum(torch.tensor([float(here)], device=self._mesh.device)).item())
+
+    def _give_up_copy(self, step: int, problem: CheckpointError | MemoryError | None) -> None:
+        """What cannot be saved is a CheckpointError on all ranks; for want of memory all wait for saves from now on."""
+        with self._said(step), agreed(self._mesh, self._target.store.url, "copying the state") as outcome:
+            if isinstance(problem, CheckpointError):
+                raise problem
+            outcome["mine"] = None if problem is None else f"rank {self._mesh.rank}: {problem}"
+        self.asynchronous = False
+        self._staging.release()
+        first = next(found for found in outcome["all"] if found)
+        why = f"there is no memory for a copy of the state ({first}): training waits for saves from now on"
+        self._tell(Note("saves_are_waited_for", {"why": why}))
 
     def _write(self, staged: Snapshot, began: float, stall_s: float) -> None:
         """The thread's work."""
@@ -218,7 +245,7 @@ class Saver:
         saved = self._save(staged, self._beside, phases, lambda: None)
         self._saved(staged.step, saved, Cost(stall_s, time.perf_counter() - began))
         if self._target.keep_last is not None and self._mesh.rank == 0:
-            self._tidy(staged.step)
+            self._tidy()
 
     def _save(self, snapshot: Snapshot, group: Mesh, phases: Phases, record: Callable[[], None]) -> Saved:
         target = self._target
@@ -251,25 +278,34 @@ class Saver:
         path = place_in_run(saved.folder, self._target.run_dir)
         self._tell(CheckpointSaved(step, path, saved.num_bytes, cost.wall_s, cost.stall_s, saved.num_new_bytes))
 
-    def _tidy(self, step: int) -> None:
+    def _tidy(self) -> None:
         """Remove what retention does not keep. That it cannot be done is said, and ends nothing. On rank 0."""
-        target = self._target
+        target, flight = self._target, self._flight
+        assert flight is not None, "this is a flight"
         retention = Retention(target.keep_last, target.keep_every, target.kept())
+
+        def go_on(num_bytes: int) -> None:
+            if flight.in_haste.is_set():
+                raise _HurriedError
+
         try:
-            gone = prune(
-                target.store, retention, say=lambda why: self._tell(Note("old_checkpoints_stay", {"why": why}))
-            )
+            gone = prune(target.store, retention, say=self._say_why_old_stay, progress=go_on)
+        except _HurriedError:
+            return
         except (CheckpointError, OSError) as error:
-            self._tell(Note("old_checkpoints_stay", {"step": step, "why": str(error)}))
+            self._say_why_old_stay(str(error))
             return
         if gone:
             self._tell(CheckpointsRemoved([folder.step for folder in gone]))
+
+    def _say_why_old_stay(self, why: str) -> None:
+        self._tell(Note("old_checkpoints_stay", {"why": f"old checkpoints are not removed: {why}"}))
 
     def _tell(self, event: Event) -> None:
         if self._mesh.rank == 0:
             self._bus.emit(event)
 
-    @staticmethod
-    def _raise_crash(flight: _Flight) -> None:
+    def _raise_crash(self, flight: _Flight) -> None:
         if flight.crash is not None:
+            self._flight = None
             raise flight.crash

@@ -7,13 +7,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from phalanx.checkpoint.best import read_best
-from phalanx.checkpoint.folder import Folder
+from phalanx.checkpoint.choose import choose_checkpoint
 from phalanx.checkpoint.load import require_fit, stage_blocks
 from phalanx.checkpoint.manifest import read_manifest
-from phalanx.checkpoint.stores import find_checkpoint, is_url, store_of
 from phalanx.checkpoint.verify import require_whole_directory
-from phalanx.core.errors import CheckpointError
 from phalanx.mesh.logical import module_shards
 
 
@@ -26,7 +23,7 @@ def load_weights(module: nn.Module, run_dir: str | Path, *, best: bool = False, 
     nothing of the module changes unless every checksum, name and shape is right. Raises CheckpointError, with a table
     of what does not fit.
     """
-    folder = _checkpoint(run_dir, best)
+    folder = choose_checkpoint(run_dir, best=best)
     manifest = read_manifest(folder).without_optimizer()
     require_whole_directory(folder, manifest)
     shards, _ = module_shards(module, replica=0, num_replicas=1)
@@ -36,17 +33,3 @@ def load_weights(module: nn.Module, run_dir: str | Path, *, best: bool = False, 
         for target, source in staged:
             target.copy_(source)
     return int(manifest.step)
-
-
-def _checkpoint(place: str | Path, best: bool) -> Folder:
-    if not best:
-        return find_checkpoint(place)
-    kept = None if is_url(place) else read_best(Path(place))
-    if kept is None:
-        raise CheckpointError(
-            "no checkpoint was kept as the best", where=str(place), fix="train with eval.keep_best=true"
-        )
-    for folder in store_of(place).folders():
-        if folder.step == kept.step:
-            return folder
-    raise CheckpointError("the best checkpoint is gone", where=str(place), why=f"step {kept.step} is not there")

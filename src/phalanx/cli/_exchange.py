@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint.best import read_best
-from phalanx.checkpoint.exchange.hf_export import Exported, Extras, export_hugging_face
+from phalanx.checkpoint.choose import choose_checkpoint
+from phalanx.checkpoint.exchange.hf_export import Exported, Extras, Rounding, export_hugging_face
 from phalanx.checkpoint.exchange.importing import KEPT_FILES, MODEL_TOML, Weights, write_import
 from phalanx.checkpoint.exchange.new_directory import refuse_old
 from phalanx.checkpoint.exchange.sources import open_source
 from phalanx.checkpoint.exchange.stored import StoredBag
 from phalanx.checkpoint.folder import Folder
-from phalanx.checkpoint.stores import find_checkpoint, is_url, store_of
 from phalanx.cli._json import print_json, printing_json
 from phalanx.cli._origins import Origin, origin_of, run_of
 from phalanx.cli._progress import ProgressLine
@@ -35,7 +34,7 @@ def export(place: str, out: str, form: str, dtype: str | None, shard_gb: float, 
         if dtype is not None and dtype not in DTYPES:
             raise UsageError(f"unknown type {dtype!r}", fix=f"one of {', '.join(DTYPES)}")
         refuse_old(Path(out))
-        folder = _best(place) if best else find_checkpoint(place)
+        folder = choose_checkpoint(place, best=best)
         with StoredBag(folder) as weights, ProgressLine("exporting") as line:
             origin = _origin(place, weights)
             tokens = _tokenizer_of(place, folder)
@@ -44,7 +43,7 @@ def export(place: str, out: str, form: str, dtype: str | None, shard_gb: float, 
                 origin.shape,
                 Path(out),
                 shard_bytes=max(1, int(shard_gb * GB)),
-                dtype=DTYPES[dtype] if dtype else None,
+                rounding=_rounding(dtype),
                 extras=Extras({**tokens.settings, **origin.settings}, tokens.files, tokens.texts, origin.seq_len),
                 progress=line.update,
             )
@@ -55,6 +54,14 @@ def export(place: str, out: str, form: str, dtype: str | None, shard_gb: float, 
     else:
         _say_exported(folder, out, exported, notes)
     return ExitCode.OK
+
+
+def _rounding(dtype: str | None) -> Rounding | None:
+    if dtype is None:
+        return None
+    from phalanx.checkpoint.exchange.casts import cast_bits  # torch takes seconds
+
+    return Rounding(DTYPES[dtype], cast_bits)
 
 
 def _say_exported(folder: Folder, out: str, exported: Exported, notes: list[str]) -> None:
@@ -118,15 +125,6 @@ def _job_file(weights: Weights, out: Path) -> str | None:
     if "tokenizer.json" in (weights.files or {}):
         text += f"\n[data]\ntokenizer = {toml_value(str(out / 'tokenizer.json'))}\n"
     return text
-
-
-def _best(place: str) -> Folder:
-    kept = None if is_url(place) else read_best(Path(place))
-    found = [folder for folder in store_of(place).folders() if kept and folder.step == kept.step] if kept else []
-    if not found:
-        fix = "train with eval.keep_best=true, or leave --best out"
-        raise CheckpointError("no checkpoint was kept as the best", where=place, fix=fix)
-    return found[0]
 
 
 def _origin(place: str, weights: StoredBag) -> Origin:

@@ -16,7 +16,8 @@ from phalanx.checkpoint.stores import find_checkpoint, is_url
 from phalanx.checkpoint.verify import require_whole_directory
 from phalanx.cli._origins import origin_of
 from phalanx.core.errors import CheckpointError
-from phalanx.job.schema import Model
+from phalanx.job.model import fixed_vocab_size, shape_of
+from phalanx.job.schema import Job, Model
 from phalanx.job.shape import ModelShape
 from phalanx.job.tensors import tensor_shapes
 
@@ -68,6 +69,15 @@ def find_initial(model: Model, shape: ModelShape | None) -> Initial | None:
     dtypes = tuple(sorted({tensor.dtype for tensor in manifest.tensors.values()}))
     came_from = str(manifest.facts.get("imported_from") or "")
     return Initial(folder.url, manifest.step, len(manifest.tensors), dtypes, came_from, differences)
+
+
+def told_shape(job: Job) -> ModelShape | None:
+    """The model's shape as far as it is known before the data is: not without a vocabulary, or of a user's module."""
+    if job.model.is_foreign:
+        return None
+    vocab_size = fixed_vocab_size(job.model)
+    shape = shape_of(job, vocab_size or 1)
+    return shape if vocab_size or shape.reads_images else None
 
 
 def _find(place: str) -> Folder:

@@ -15,7 +15,7 @@ from phalanx.checkpoint.locks import LOCK_NAME, Lock, hold_run_lock
 from phalanx.checkpoint.stores import open_store
 from phalanx.cli._baselines import score
 from phalanx.cli._facts import data_facts
-from phalanx.cli._initial import INIT, find_initial
+from phalanx.cli._initial import INIT, find_initial, told_shape
 from phalanx.cli._needs import check_needs
 from phalanx.cli._output import say
 from phalanx.cli._summary import summary_lines
@@ -61,6 +61,8 @@ def prepared_run(job: Job, run_dir: Path, *, resume: bool, num_ranks: int | None
     check_needs(job, cluster.device)
     refuse_untrainable(job)
     refuse_other_data(job)
+    if not resume:
+        find_initial(job.model, told_shape(job))  # weights that are not there or do not fit: before data is prepared
     make_plan(job, cluster=cluster, num_ranks=num_ranks, shape=shape)  # refuse a bad layout before writing anything
     with _new_run_directory(run_dir) as (lock, keep):
         _require_store(job, run_dir, resume)

@@ -45,7 +45,8 @@ class ProgressLine:
     def _words(self, done: float, total: float, kept: float, elapsed_s: float, said: str) -> str:
         rate = (done - kept) / elapsed_s if elapsed_s > 0 else 0.0
         eta = format_seconds((total - done) / rate) if rate > 0 else "?"
-        parts = [f"{done / 1e6:,.0f}/{total / 1e6:,.0f} MB", f"{rate / 1e6:.1f} MB/s", f"eta {eta}", said]
+        parts = [f"{done / 1e6:,.0f}/{total / 1e6:,.0f} MB", f"{rate / 1e6:.1f} MB/s"]
+        parts += [f"eta {eta}"] * (done < total) + [said]
         return "  ".join(part for part in parts if part)
 
     def _draw(self, done: float, total: float, words: str) -> None:

@@ -56,7 +56,7 @@ def prune(
     run: RunDir,
     keep_last: Annotated[int, typer.Option(min=1, metavar="K", help="Keep the last K.")],
     keep_every: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Keep those whose step is a multiple of N, too.")
+        int | None, typer.Option(min=1, metavar="N", help="Keep the first of each N steps, too.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     as_json: AsJson = False,

@@ -99,9 +99,10 @@ def remove_tree(disk: Disk, path: Path) -> None:
 def write_bytes_durably(disk: Disk, path: Path, data: bytes) -> None:
     """Replace or create `path` as a whole: a reader, also after a crash, sees the old file or the new one.
 
-    Raises OSError; nothing is left beside `path` then.
+    One process at a time may do it: what a killed one left beside `path` is overwritten. Raises OSError; nothing is
+    left then.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f".{path.name}.partial")
     try:
         file = disk.create(partial)
         try:

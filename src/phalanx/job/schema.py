@@ -285,7 +285,8 @@ class Checkpoint(Section):
     """Remove all but the last so many checkpoints, in the background, once a newer one has been verified; the best one
     stays. Without it nothing is removed."""
     keep_every: Positive | None = None
-    """Besides those of keep_last, keep the checkpoints of steps that are multiples of this."""
+    """Besides those of keep_last, keep the first checkpoint of each so many steps: that of the multiple itself, unless
+    saves come by the clock or had to wait."""
     url: str | None = None
     """Where checkpoints are kept, if not in the run's own directory: any URL of fsspec, as s3://bucket/run-7. Credentials
     come from the environment, never from the job."""

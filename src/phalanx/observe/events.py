@@ -170,7 +170,7 @@ class CheckpointIntervalChosen(Event):
 
 @dataclass(frozen=True)
 class CheckpointsRemoved(Event):
-    """Checkpoints that checkpoint.keep_last and keep_every do not keep are gone; one that stays verified. From rank 0."""
+    """Checkpoints that checkpoint.keep_last and keep_every do not keep are gone; one that stays was verified before."""
 
     steps: list[int]
 

@@ -60,16 +60,27 @@ def numbers_of(optimizer: torch.optim.Optimizer, named_parameters: Named, built:
     return found
 
 
-def set_numbers(optimizer: torch.optim.Optimizer, named_parameters: Named, numbers: Mapping[str, Any]) -> None:
-    """Give the optimizer what `numbers_of` found in another one."""
+def places_of(
+    optimizer: torch.optim.Optimizer, named_parameters: Named, numbers: Mapping[str, Any]
+) -> list[tuple[dict[str, Any], str, Any]]:
+    """Where what `numbers_of` found in another optimizer belongs in this one: (dictionary, key, value).
+
+    Raises CheckpointError if it has no such place.
+    """
     parameters = {full_name(name): parameter for name, parameter in named_parameters}
+    found = []
     for key, value in numbers.items():
         kind, _, rest = key.partition("/")
         owner, _, slot = rest.rpartition("/")
-        if kind == "group":
-            optimizer.param_groups[int(owner)][slot] = value
-        else:
-            optimizer.state[parameters[owner]][slot] = value
+        try:
+            place = optimizer.param_groups[int(owner)] if kind == "group" else optimizer.state[parameters[owner]]
+        except (KeyError, IndexError, ValueError):
+            raise CheckpointError(
+                f"it was written by an optimizer with {key}, and {type(optimizer).__name__} has no such place",
+                fix="use the optimizer it was written by",
+            ) from None
+        found.append((place, slot, value))
+    return found
 
 
 def make_slots(

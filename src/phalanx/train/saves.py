@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from phalanx.checkpoint.saver import Saver
+from phalanx.checkpoint.saver import Saver, Snapshot
 from phalanx.core.errors import CheckpointError
 from phalanx.job.schema import Checkpoint
 from phalanx.mesh.mesh import Mesh
 from phalanx.observe.bus import Bus
-from phalanx.observe.events import CheckpointPostponed, Event
+from phalanx.observe.events import CheckpointFailed, CheckpointPostponed, Event
 from phalanx.train.cadence import Clock
 from phalanx.train.state import TrainState
 
@@ -70,7 +70,7 @@ class Saves:
         if step == self.saved_step or (step == self._saving_step and not is_last_chance):
             return
         began = time.perf_counter()
-        self.settle()
+        self.settle(in_haste=not tidy)
         if step == self.saved_step:
             return
         self._is_postponed = False
@@ -84,9 +84,9 @@ class Saves:
                 self._record()
                 raise
 
-    def settle(self) -> None:
+    def settle(self, *, in_haste: bool = False) -> None:
         """Wait for the save in flight, if there is one, and share its outcome."""
-        failed = self._saver.wait()
+        failed = self._saver.wait(in_haste=in_haste)
         if self._saving_step is not None:
             failed = any(self._mesh.gather_json(failed))
         self._land(failed)
@@ -116,16 +116,24 @@ class Saves:
         self._tell(CheckpointPostponed(self._state.step, self._saving_step, since_s))
 
     def _begin(self, waited_s: float) -> bool:
-        if not self._saver.begin(self._state.snapshot(), record=self._record, waited_s=waited_s):
+        if not self._saver.begin(self._snapshot(), record=self._record, waited_s=waited_s):
             return False
         self._saving_step, self._began_s = self._state.step, time.monotonic()
         self._clock.restart(self._began_s)
         return True
 
     def _save_now(self, tidy: bool) -> None:
-        self._saver.save(self._state.snapshot(), record=self._record, tidy=tidy)
+        self._saver.save(self._snapshot(), record=self._record, tidy=tidy)
         self._clock.restart(time.monotonic())
         self._saved(self._state.step)
+
+    def _snapshot(self) -> Snapshot:
+        """Raises CheckpointError, after saying so, for state of a kind that no checkpoint holds."""
+        try:
+            return self._state.snapshot()
+        except CheckpointError as error:
+            self._tell(CheckpointFailed(self._state.step, error.where or "", str(error)))
+            raise
 
     def _land(self, failed: bool) -> None:
         """No thread is at work on any rank: take what became of the save in flight, if there was one."""

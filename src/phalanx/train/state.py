@@ -20,7 +20,7 @@ from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import LogicalShard
 from phalanx.optim.build import optimizer_shards
-from phalanx.optim.state import drop_slots, group_numbers, make_slots, numbers_of, set_numbers
+from phalanx.optim.state import drop_slots, group_numbers, make_slots, numbers_of, places_of
 from phalanx.parallel.model import ParallelModel
 
 
@@ -60,7 +60,8 @@ class TrainState:
             "samples_seen": self.samples_seen,
             "seed": self.seed,
             "tokenizer": self.tokenizer,
-        } | ({"optimizer": numbers} if numbers else {})
+            "optimizer": {"kind": type(self.optimizer).__name__, "numbers": numbers},
+        }
 
     def snapshot(self) -> Snapshot:
         """What a checkpoint of this step holds. Its tensors are those of training."""
@@ -96,25 +97,42 @@ class TrainState:
 
     def restore(self, folder: Folder | Path, *, phases: Phases) -> None:
         """Continue from a checkpoint. Collective; raises CheckpointError with the state untouched."""
-
         where = as_folder(folder).url
+        shards = self.shards()
+        numbers: list[tuple[dict[str, Any], str, Any]] = []
+        made: list[tuple[torch.nn.Parameter, str]] = []
 
         def require(manifest: Manifest) -> None:
-            missing = sorted(set(self.facts()) - set(manifest.facts))
-            if missing:
-                raise CheckpointError(f"it does not say {', '.join(missing)}", where=where)
-            seed = manifest.facts["seed"]
-            if seed != self.seed:
-                raise CheckpointError(f"it was written with run.seed {seed}, not {self.seed}", where=where)
-            tokenizer = manifest.facts["tokenizer"]
-            if tokenizer and self.tokenizer and tokenizer != self.tokenizer:
-                raise CheckpointError(
-                    f"it was trained on tokens of tokenizer {tokenizer}, and the data is of {self.tokenizer}",
-                    where=where,
-                    fix="give it the data it was trained on, or start a new run",
-                )
+            self._require_same_run(manifest, where)
+            named = list(self.model.named_parameters())
+            numbers.extend(places_of(self.optimizer, named, manifest.facts["optimizer"].get("numbers", {})))
+            made.extend(make_slots(self.optimizer, named, manifest.tensors))
+            shards.update(self.shards())
 
-        shards = self.shards()
-        facts = load(folder, shards, group=self.model.mesh, phases=phases, require=require).facts
+        try:
+            facts = load(folder, shards, group=self.model.mesh, phases=phases, require=require).facts
+        except CheckpointError:
+            drop_slots(self.optimizer, made)
+            raise
+        for place, key, value in numbers:
+            place[key] = value
         self.step, self.tokens_seen = int(facts["step"]), int(facts["tokens_seen"])
         self.samples_seen = int(facts["samples_seen"])
+
+    def _require_same_run(self, manifest: Manifest, where: str) -> None:
+        missing = sorted(set(self.facts()) - set(manifest.facts))
+        if missing:
+            raise CheckpointError(f"it does not say {', '.join(missing)}", where=where)
+        seed = manifest.facts["seed"]
+        if seed != self.seed:
+            raise CheckpointError(f"it was written with run.seed {seed}, not {self.seed}", where=where)
+        optimizer, own = manifest.facts["optimizer"].get("kind"), type(self.optimizer).__name__
+        if optimizer != own:
+            raise CheckpointError(f"it was written with the optimizer {optimizer}, not {own}", where=where)
+        tokenizer = manifest.facts["tokenizer"]
+        if tokenizer and self.tokenizer and tokenizer != self.tokenizer:
+            raise CheckpointError(
+                f"it was trained on tokens of tokenizer {tokenizer}, and the data is of {self.tokenizer}",
+                where=where,
+                fix="give it the data it was trained on, or start a new run",
+            )

@@ -20,6 +20,7 @@ from phalanx.checkpoint.epoch import Epoch
 from phalanx.checkpoint.saver import Saver, Target
 from phalanx.checkpoint.stores import open_store
 from phalanx.core.digest import stable_hash64
+from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import Phases
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import Mesh
@@ -367,9 +368,19 @@ class Trainer:
                 num_targets=judged.num_targets,
                 metric=metric,
                 value=judged.value,
+                place=self._place_of(step),
             )
+        except CheckpointError as error:
+            self.bus.emit(CheckpointFailed(step, BEST, str(error)))
         except OSError as error:
             self.bus.emit(CheckpointFailed(step, BEST, error.strerror or str(error)))
+
+    def _place_of(self, step: int) -> str | None:
+        """Where the checkpoint of a step is, if that is not in the run's own directory."""
+        if self.run_dir is None or self.job.checkpoint.url is None:
+            return None
+        folders = open_store(self.run_dir, self.job.checkpoint.url).folders()
+        return next((folder.url for folder in folders if folder.step == step), None)
 
 
 def _best_steps(run_dir: Path) -> frozenset[int]:

@@ -10,12 +10,12 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from phalanx.checkpoint.shard_file import DTYPES, parse_header
+from phalanx.checkpoint.whole import Bits, bits_type
 from phalanx.core.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -23,8 +23,6 @@ SINGLE = "model.safetensors"
 MAX_HEADER_BYTES = 100 << 20
 MAX_INDEX_BYTES = 64 << 20
 _TORCH_NAMES = {theirs: ours for ours, (theirs, _) in DTYPES.items()}
-
-Bits = NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -49,11 +47,6 @@ class Bag(Protocol):
     def tensors(self) -> Mapping[str, Described]: ...
 
     def load(self, name: str) -> Bits: ...
-
-
-def bits_type(dtype: str) -> np.dtype[Any]:
-    """The unsigned integer that holds one element of torch's `dtype`."""
-    return np.dtype(f"u{DTYPES[dtype][1]}")
 
 
 class SafetensorsBag:

@@ -107,10 +107,12 @@ def _family(name: str) -> Family:
     table = _table(name)
     rules = []
     for theirs, ours in table.pop("tensors").items():
-        told = {"ours": [ours]} if isinstance(ours, str) else ours
+        told: dict[str, Any] = {"ours": [ours]} if isinstance(ours, str) else ours
         rules.append(NameRule(theirs, tuple(told["ours"]), told.get("transposed", False), told.get("ones", 0)))
-    lists = {key: tuple(table.pop(key)) for key in ("biases", "ignored") if key in table}
-    maps = {key: table.pop(key, {}) for key in ("widths", "always", "required", "written", "defaults", "also")}
+    lists: dict[str, Any] = {key: tuple(table.pop(key)) for key in ("biases", "ignored") if key in table}
+    maps: dict[str, Any] = {
+        key: table.pop(key, {}) for key in ("widths", "always", "required", "written", "defaults", "also")
+    }
     maps["required"] = {key: None if value == "none" else value for key, value in maps["required"].items()}
     return Family(rules=tuple(rules), **maps, **lists, **table)
 

@@ -8,13 +8,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint.exchange.bags import INDEX, SINGLE, Bag, Bits, Described
+import numpy as np
+
+from phalanx.checkpoint.exchange.bags import INDEX, SINGLE, Bag, Described
 from phalanx.checkpoint.exchange.families import family_of
 from phalanx.checkpoint.exchange.new_directory import copy_file, new_directory
 from phalanx.checkpoint.exchange.settings import config_of_shape
 from phalanx.checkpoint.exchange.translate import Made, to_theirs
 from phalanx.checkpoint.fit import MisfitError, Wanted, find_misfits
 from phalanx.checkpoint.shard_file import Bytes, Source, write_stream
+from phalanx.checkpoint.whole import Bits
 from phalanx.core.disk import Disk, write_json_durably
 from phalanx.job.shape import ModelShape
 from phalanx.job.tensors import tensor_shapes
@@ -38,6 +41,14 @@ class Exported:
 
 
 @dataclass(frozen=True)
+class Rounding:
+    """To which type (torch's name), and what does it: `casts.cast_bits`, which needs torch."""
+
+    dtype: str
+    cast: Callable[[Bits, str, str], Bits]
+
+
+@dataclass(frozen=True)
 class Extras:
     """What goes beside the weights: settings on top of config.json's, and files to copy under their names."""
 
@@ -55,11 +66,11 @@ def export_hugging_face(
     out: Path,
     *,
     shard_bytes: int,
-    dtype: str | None = None,
+    rounding: Rounding | None = None,
     extras: Extras | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Exported:
-    """Write the directory `out`. `dtype` (torch's name): what weights are rounded to; None leaves them as they are.
+    """Write the directory `out`. Without `rounding` weights stay as they are.
 
     Raises LayoutError if transformers has no model that computes this one, MisfitError if the weights are not those of
     `shape`, UsageError if `out` is there, ResourceError if it cannot be written.
@@ -69,7 +80,7 @@ def export_hugging_face(
     family = family_of(config["model_type"])
     shapes = tensor_shapes(shape)
     _require_weights_of(shapes, weights)
-    made = [_rounded(tensor, dtype) for tensor in to_theirs(family, shapes, weights)]
+    made = [_rounded(tensor, rounding) for tensor in to_theirs(family, shapes, weights)]
     dtypes = {tensor.described.dtype for tensor in made}
     config["dtype"] = config["torch_dtype"] = dtypes.pop() if len(dtypes) == 1 else "float32"
     total = sum(tensor.described.num_bytes for tensor in made)
@@ -94,17 +105,16 @@ def _require_weights_of(shapes: Mapping[str, tuple[int, ...]], weights: Bag) -> 
         )
 
 
-def _rounded(tensor: Made, dtype: str | None) -> Made:
+def _rounded(tensor: Made, rounding: Rounding | None) -> Made:
     old = tensor.described.dtype
-    if dtype is None or old == dtype or not old.startswith(("float", "bfloat")):
+    if rounding is None or old == rounding.dtype or not old.startswith(("float", "bfloat")):
         return tensor
-
-    def load() -> Bits:
-        from phalanx.checkpoint.exchange.casts import cast_bits
-
-        return cast_bits(tensor.load(), old, dtype)
-
-    return replace(tensor, described=Described(tensor.described.shape, dtype), load=load)
+    wanted, cast = rounding.dtype, rounding.cast
+    return replace(
+        tensor,
+        described=Described(tensor.described.shape, wanted),
+        load=lambda: cast(tensor.load(), old, wanted),
+    )
 
 
 def _write_shards(
@@ -154,8 +164,6 @@ def as_source(tensor: Made, key: str, before: Callable[[], None]) -> Source:
 
 def as_bytes(bits: Bits) -> Bytes:
     """In C order."""
-    import numpy as np
-
     found: Bytes = np.ascontiguousarray(bits).reshape(-1).view(np.uint8)
     return found
 

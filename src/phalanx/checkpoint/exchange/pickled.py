@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from phalanx.checkpoint.exchange.bags import SafetensorsBag, open_safetensors
 from phalanx.core.errors import CheckpointError
@@ -57,7 +58,7 @@ def unpickled(source: Path, *, beside: Path) -> Iterator[Unpickled]:
         raise CheckpointError("it cannot be read", where=str(source), why=str(error)) from None
 
 
-def _read(source: Path, folder: Path) -> dict[str, object]:
+def _read(source: Path, folder: Path) -> dict[str, Any]:
     environment = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(

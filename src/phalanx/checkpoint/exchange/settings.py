@@ -24,6 +24,7 @@ ACTIVATIONS = {
 }
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # what nn.rotary knows
 YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+MAX_WIDTH, MAX_PARTS = 2**31, 1_000_000  # a config.json may say anything
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
@@ -32,7 +33,7 @@ def shape_of_config(config: Config) -> ModelShape:
     family = family_of(str(config.get("model_type")))
     try:
         return _shape(family, config)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise LayoutError("config.json cannot be understood", why=f"{type(error).__name__}: {error}") from None
 
 
@@ -44,6 +45,9 @@ def _shape(family: Family, config: Config) -> ModelShape:
             raise _other(key, config[key], f"phalanx computes it with {wanted}")
     values: dict[str, Any] = dict(family.always)
     values |= {ours: config[theirs] for theirs, ours in family.widths.items() if theirs in config}
+    if config.get("quantization_config"):
+        raise LayoutError("the weights are quantized", fix="import the directory that they were made of")
+    _require_widths(values)
     values.setdefault("kind", "decoder")
     if values["kind"] == "vit":
         values |= {"vocab_size": 0, "tie_embeddings": False}
@@ -61,6 +65,18 @@ def _shape(family: Family, config: Config) -> ModelShape:
     if family.scores_by and config[family.scores_by] != values["head_dim"]:
         raise _other(family.scores_by, config[family.scores_by], f"phalanx divides by the head's {values['head_dim']}")
     return canonical(ModelShape(**values))
+
+
+def _require_widths(values: Mapping[str, Any]) -> None:
+    """Whole numbers that a model can have, before anything is made of them. Raises ValueError."""
+    for key, value in values.items():
+        usual = getattr(ModelShape, key, None)
+        if key in ("norm_eps", "tie_embeddings") or isinstance(usual, bool | str):
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < MAX_WIDTH:
+            raise ValueError(f"{key} {value!r}")
+    if values["num_layers"] * values.get("num_experts", 1) > MAX_PARTS:
+        raise ValueError(f"{values['num_layers']} blocks of {values.get('num_experts', 1)} experts")
 
 
 def _activation(theirs: str, is_gated: bool, key: str) -> str:
@@ -194,7 +210,7 @@ def _reasons(family: Family, config: Config, shape: ModelShape) -> list[str]:
     """What the family would compute otherwise: the configuration is read back and compared."""
     try:
         said = asdict(_shape(family, config))
-    except LayoutError:
+    except (LayoutError, ValueError):  # also a family of experts, of a model that has none
         return [_NOTHING_ALIKE]
     reasons = [
         f"its {key} is {said[key]} and the model's {value}"
@@ -218,7 +234,7 @@ def _config(family: Family, shape: ModelShape, max_positions: int) -> dict[str, 
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
     config |= {theirs: getattr(shape, ours) for theirs, ours in family.widths.items()}
     config[family.activation] = _their_activation(shape.activation)
-    config |= dict.fromkeys(family.biases, shape.bias == "all") | family.required | family.written
+    config |= {**dict.fromkeys(family.biases, shape.bias == "all"), **family.required, **family.written}
     if family.scores_by:
         config[family.scores_by] = shape.head_dim
     if shape.reads_images and "num_labels" in config:

@@ -9,8 +9,9 @@ from functools import partial
 
 import numpy as np
 
-from phalanx.checkpoint.exchange.bags import Bag, Bits, Described
+from phalanx.checkpoint.exchange.bags import Bag, Described
 from phalanx.checkpoint.exchange.families import Family, NameRule
+from phalanx.checkpoint.whole import Bits
 from phalanx.job.tensors import Shape
 
 

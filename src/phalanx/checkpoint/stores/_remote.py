@@ -21,7 +21,7 @@ Say = Callable[[str], None]
 _LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError)
 _READING = ("reading", "looking at")
 _LASTING_NAMES = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "ParamValidationError")
-# Of the libraries: they give up soon, because here every request is made again. 30 s without a byte is a dead connection.
+# Of the libraries: they give up soon (30 s without a byte), because every request is made again here.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 30, "retries": {"max_attempts": 1}}}
 }

@@ -66,13 +66,13 @@ class ObjectFolder:
 
 
 class _Reader:
-    """Ranges of one object. Whoever reads on where the last range ended is given from a larger one."""
+    """Ranges of one object. The longer somebody reads on where the last range ended, the more is fetched at once."""
 
     def __init__(self, remote: Remote, key: str) -> None:
         self._remote, self._key = remote, key
         self._num_bytes = remote.size(key)
         self._start, self._data = 0, memoryview(b"")
-        self._end_of_last = -1
+        self._end_of_last, self._num_on = -1, 0
 
     @property
     def num_bytes(self) -> int:
@@ -81,7 +81,8 @@ class _Reader:
     def read_into(self, buffer: memoryview, offset: int) -> None:
         end = offset + len(buffer)
         if not self._start <= offset <= end <= self._start + len(self._data):
-            ahead = AHEAD_BYTES if offset == self._end_of_last else 0
+            self._num_on = self._num_on + 1 if offset == self._end_of_last else 0
+            ahead = min(AHEAD_BYTES, len(buffer) << max(0, self._num_on - 1))
             stop = min(self._num_bytes, max(end, offset + ahead))
             self._start, self._data = offset, memoryview(self._remote.read(self._key, offset, stop))
         found = self._data[offset - self._start : end - self._start]
