@@ -209,19 +209,19 @@ class PoweredDisk(DyingDisk):
         directory.durable, directory.pending = dict(directory.now), []
 
     def after_power_loss(self, target: Path, dice: random.Random) -> None:
-        """Write what the disk may hold into `target`: of names that were not synced any subset of the changes, in any
-        order; of data that was not synced nothing, a part, zeros, or all.
+        """Write what the disk may hold into `target`: of names that were not synced any subset of the changes; of data
+        that was not synced nothing, a part, zeros, or all.
+
+        Subsets are reorderings, too: changes of different names commute, and of one name the last one left counts.
         """
         target.mkdir()
         self._restore(self.tree, target, dice, set())
 
     def _restore(self, directory: Directory, target: Path, dice: random.Random, seen: set[int]) -> None:
         names = dict(directory.durable)
-        pending = [update for update in directory.pending if dice.random() < 0.5]
-        if dice.random() < 0.5:
-            dice.shuffle(pending)
-        for update in pending:
-            names = _changed(names, update)
+        for update in directory.pending:
+            if dice.random() < 0.5:
+                names = _changed(names, update)
         entries = sorted(names.items())
         dice.shuffle(entries)
         for name, node in entries:

@@ -48,7 +48,8 @@ def _fork(rank: int, num_ranks: int, directory: Path, function: Callable[..., An
         return pid
     code = 1
     try:
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo")
+        place = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": rank, "OMP_NUM_THREADS": 1}
+        os.environ.update({name: str(value) for name, value in place.items()}, GLOO_SOCKET_IFNAME="lo")
         torch.set_num_threads(1)
         if num_ranks > 1:
             store = dist.FileStore(str(directory / "store"), num_ranks)

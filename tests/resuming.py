@@ -144,6 +144,7 @@ class Outcome:
 
 
 def new_state(mesh: Mesh, job: Job, plan: Plan, module: nn.Module, *, tokenizer: str = "") -> TrainState:
+    torch.set_num_threads(1)  # until the mesh is closed: two would mostly wait for each other over tensors so small
     model = parallelize(module, plan, mesh, seed=job.run.seed)
     return TrainState(model, build_optimizer(model, job.optim), job.run.seed, tokenizer)
 

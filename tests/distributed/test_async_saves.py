@@ -101,10 +101,14 @@ class Run:
     def record(self) -> None:
         self.recorded.append(self.state.step)
 
+    def votes(self) -> list[float]:
+        """Those of all ranks: due, busy, failed."""
+        return list(self.mesh.all_reduce_sum(torch.tensor(self.saves.votes(), dtype=torch.float64)).tolist())
+
     def step(self, **ends: bool) -> None:
         """What the trainer does around a step."""
         self.phases.step = self.state.step + 1
-        votes = self.mesh.all_reduce_sum(torch.tensor(self.saves.votes(), dtype=torch.float64)).tolist()
+        votes = self.votes()
         self.state.step += 1
         for shard in self.state.shards.values():
             shard.tensor.fill_(self.state.step)
@@ -176,7 +180,10 @@ def is_full(mesh: Mesh, folder: str) -> tuple[list[events.Event], list[str]]:
     run.disk.error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) if mesh.rank == 1 else None
     run.step()
     run.step()
-    run.saves.settle()
+    while run.votes()[1]:
+        pass
+    run.step()  # hears that it failed
+    assert run.saves.saved_step == 0
     left = os.listdir(Path(folder) / "checkpoints")
     run.disk.error = None
     for _ in range(RETRY_SAVE_STEPS):
@@ -194,7 +201,7 @@ def test_a_full_disk_is_an_event_and_the_save_is_tried_again(tmp_path: Path) -> 
     assert failed.step == 2
     assert "rank 1: " in failed.reason
     assert "No space left on device" in failed.reason
-    assert saved.step == failed.step + RETRY_SAVE_STEPS
+    assert saved.step == failed.step + 1 + RETRY_SAVE_STEPS
     assert values(tmp_path) == {saved.step: {float(saved.step)}}
     assert os.listdir(tmp_path / "checkpoints") == [f"step-{saved.step}"]
 

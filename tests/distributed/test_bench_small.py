@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,3 +57,18 @@ def test_a_contender_that_fails_is_a_row_with_its_last_words(
     (path,) = tmp_path.glob("*-here.jsonl")
     assert "optim.lr" in json.loads(path.read_text())["error"]
     assert "FAILED: exit status 3" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_checkpoints_are_measured_beside_dcp(tmp_path: Path) -> None:
+    """Six mebibytes on two ranks: every contender saves, what can be loaded is, and each ratio is a number."""
+    script = Path(__file__).parents[2] / "benchmarks" / "checkpoint.py"
+    sizes = ["--mb", "6", "--ranks", "2", "--repeats", "1", "--dir", str(tmp_path), "--json", str(tmp_path / "rows")]
+    done = subprocess.run([sys.executable, str(script), *sizes], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "rows").read_text())
+    assert found["ranks"] == 2
+    assert len(found["seconds"]) == 17
+    assert all(len(values) == 1 and values[0] >= 0 for values in found["seconds"].values())
+    assert "nan" not in done.stdout
+    assert "stall ÷ plain copy" in done.stdout

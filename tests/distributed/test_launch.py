@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -182,8 +183,11 @@ def test_a_phalanx_error_is_one_line_and_is_not_tried_again(run: Run) -> None:
 
 
 def test_a_killed_rank_is_restarted_and_a_resumed_run_appends(run: Run) -> None:
-    outcome = run.supervise("killed_once")
+    epochs = itertools.count(7)
+    outcome = run.supervise("killed_once", payload_of_attempt=lambda: {"epoch": next(epochs)})
     assert (outcome.exit_code, outcome.attempts) == (0, 2)
+    told = {name for name in run.marked() if name.startswith("epoch")}
+    assert told == {f"epoch-{7 + attempt}-{rank}-{attempt}" for attempt in (0, 1) for rank in (0, 1)}
     [failed], [restart] = run.events(RankFailed), run.events(RestartScheduled)
     assert (failed.event.failed_rank, failed.event.step, failed.event.phase) == (1, 2, "forward")
     assert (failed.event.cause, failed.event.detail) == ("signal", "killed by SIGKILL")

@@ -88,6 +88,7 @@ def bad_data(payload: dict[str, Any]) -> int:
 def killed_once(payload: dict[str, Any]) -> int:
     """Rank 1 of the first attempt dies at step 2; rank 0 waits for ever, as in a collective."""
     at_step(payload, 2, "forward")
+    mark(payload, f"epoch-{payload.get('epoch')}")
     mark(payload, "running")
     if attempt() == payload.get("deadly_attempt", 0):
         wait_for(Path(payload["marks"]) / f"running-{1 - rank()}-{attempt()}")

@@ -13,6 +13,8 @@ import pytest
 from commands import TINY, Done, environment, events, run, write_text
 from phalanx.cli._app import run as phalanx
 from phalanx.observe.events import CheckpointFailed, CheckpointSaved, Note, RunStarted, StepFinished
+from phalanx.report.reduce import reduce_run
+from phalanx.report.summary import run_json
 from s3_server import BUCKET, CREDENTIALS, Server, s3_server
 
 URL = f"s3://{BUCKET}/run one"
@@ -57,7 +59,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         env = environment(**server.env)
         first = run("train", *JOB, "run.dir=run", cwd=folder, env=env)
         server.fail(times=0)
-        resumed = run("train", "--resume", "run", "train.steps=40", cwd=folder, env=env)
+        more = ("train.steps=40", "checkpoint.asynchronous=true")
+        resumed = run("train", "--resume", "run", *more, cwd=folder, env=env)
         yield Story(folder, server, first, resumed)
 
 
@@ -101,6 +104,7 @@ def test_the_verbs_work_on_the_run_and_on_the_url(
         steps = [checkpoint["step"] for checkpoint in listed["checkpoints"]]
         assert steps == sorted(steps)
         assert steps[-1] == 40
+        assert [checkpoint["epoch"] for checkpoint in listed["checkpoints"]] == [1 + (step > 30) for step in steps]
         code, verified = facts("verify", place)
         assert (code, verified["checkpoints"][0]["ok"]) == (0, True)
     names = [checkpoint["name"] for checkpoint in listed["checkpoints"]]
@@ -114,6 +118,13 @@ def test_the_verbs_work_on_the_run_and_on_the_url(
     assert best["checkpoint"].rpartition("/")[2] in pruned["kept"]
     assert names[0] in pruned["removed"]
     assert facts("verify", one)[0] == 5
+
+
+def test_the_facts_of_a_run_need_no_store(story: Story) -> None:
+    """What a laptop without the run's credentials sees."""
+    said = run_json(reduce_run(story.run_dir))["checkpoints"]
+    assert [checkpoint["step"] for checkpoint in said][-1] == 40
+    assert all(checkpoint["path"].startswith(f"{URL}/step-") and checkpoint["num_bytes"] > 0 for checkpoint in said)
 
 
 def test_a_new_run_does_not_take_the_checkpoints_of_another(story: Story) -> None:

@@ -149,7 +149,7 @@ def test_a_killed_run_is_continued_by_hand(drill: Drill, layout: str, seed: int)
     drill.require_same(layout, name)
 
 
-@pytest.mark.parametrize(("layout", "seed"), [("ddp", 5), ("zero3", 6)])
+@pytest.mark.parametrize(("layout", "seed"), [("ddp", 5), pytest.param("zero3", 6, marks=pytest.mark.long)])
 def test_killed_while_saves_are_in_flight(drill: Drill, layout: str, seed: int) -> None:
     """Saves beside training, one after the other: kills in each phase of the thread that writes, at its first save and
     at a drawn step, which it may be saving or not, and in phases of the steps that training does meanwhile.

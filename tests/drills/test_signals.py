@@ -100,7 +100,7 @@ def test_a_stop_while_a_save_is_in_flight(folder: Path) -> None:
     assert len(events(run_dir, StepFinished)) == 2 * STEPS  # no step was done twice
 
 
-@pytest.mark.parametrize("phase", ["ckpt_write", "before_commit"])
+@pytest.mark.parametrize("phase", ["ckpt_write", pytest.param("before_commit", marks=pytest.mark.long)])
 def test_a_grace_period_too_short_leaves_the_checkpoint_before(folder: Path, phase: str) -> None:
     """The save of the stop stands still (a disk that does not answer): it is killed, and the one before stands."""
     shutil.copy(Path(__file__).parents[1] / "distributed" / "user_code.py", folder)

@@ -240,7 +240,7 @@ def test_power_lost_at_any_operation_in_a_few_ways(
 def test_power_lost_at_any_operation_in_many_ways(
     name: str, prepared: Callable[[str], Path], tmp_path: Path, record_property: Callable[..., None]
 ) -> None:
-    record_property("states", lose_power(name, prepared(name), tmp_path, seeds=range(1000, 1200)))
+    record_property("states", lose_power(name, prepared(name), tmp_path, seeds=range(1000, 1060)))
 
 
 def lose_power(name: str, base: Path, tmp_path: Path, seeds: range) -> int:

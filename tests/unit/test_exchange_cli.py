@@ -21,6 +21,7 @@ from phalanx.checkpoint.exchange.families import family_of
 from phalanx.checkpoint.exchange.new_directory import new_directory
 from phalanx.checkpoint.exchange.settings import config_of_shape
 from phalanx.checkpoint.exchange.stored import StoredBag
+from phalanx.checkpoint.manifest import read_manifest
 from phalanx.cli._app import run
 from phalanx.core.registry import names
 from phalanx.job.load import load_job
@@ -363,9 +364,8 @@ def save_as_torch_does(rank: int, folder: Path) -> None:
     warnings.simplefilter("ignore")  # about a single process, which is meant
     turned = torch.arange(6.0).reshape(2, 3).t()
     inner = {"a.weight": turned, "b": torch.ones(3, dtype=torch.bfloat16)}
-    torch.save(
-        {"module": inner, "net": torch.nn.Linear(3, 2), "step": 3, "list": [torch.zeros(2)]}, folder / "nested.pt"
-    )
+    nested = {"module": inner, "net": torch.nn.Linear(3, 2), "step": 3, "list": [torch.zeros(2)]}
+    torch.save({**nested, "tied": {"b": inner["b"]}}, folder / "nested.pt")
     dcp.save({"model": inner, "step": 3}, checkpoint_id=folder / "dcp", no_dist=True)
     (folder / "hf").mkdir()
     torch.save(
@@ -391,7 +391,7 @@ def test_trusted_files_of_torch_become_checkpoints(tmp_path: Path, capsys: pytes
     }
 
     def taken(name: str, *more: str) -> tuple[dict[str, Any], list[str]]:
-        out = tmp_path / f"out-{len(list(tmp_path.iterdir()))}"
+        out = tmp_path / f"out-{len(list(tmp_path.glob('out-*')))}"
         code, said, err = phalanx(capsys, "import", tmp_path / name, "--out", out, "--trust-pickle", "--json", *more)
         assert code == 0, err
         return tensors_of(out), json.loads(said)["notes"]
@@ -399,6 +399,7 @@ def test_trusted_files_of_torch_become_checkpoints(tmp_path: Path, capsys: pytes
     found, notes = taken("nested.pt")
     assert {name: found[f"module.{name}"] for name in wanted} == wanted
     assert sorted(found) == ["list.0", "module.a.weight", "module.b", "net.bias", "net.weight"]
+    assert read_manifest(tmp_path / "out-0" / "checkpoints" / "step-0").aliases == {"tied.b": "module.b"}
     assert notes[0] == "1 thing in it is no tensor and is left out"
     assert "unpickled in full" in notes[1]
     found, notes = taken("dcp", "--prefix", "model.a.")

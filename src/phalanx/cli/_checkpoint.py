@@ -31,15 +31,16 @@ def ls(run: str, as_json: bool) -> int:
     if as_json:
         print_json("checkpoints", {"run": run, "best": best.step if best else None, "checkpoints": found}, indent=1)
         return ExitCode.OK
+    width = max(14, *(len(facts["name"]) for facts in found))
     for facts in found:
         mark = "  best" if best and best.step == facts["step"] else ""
         if facts["error"]:
-            print(f"{facts['name']:<14} damaged: {facts['error']}")
+            print(f"{facts['name']:<{width}} damaged: {facts['error']}")
             continue
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts["written_unix_s"]))
         size = format_bytes(facts["num_bytes"])
         cut = " ".join(f"{axis}={degree}" for axis, degree in facts["layout"].items() if degree > 1) or "one rank"
-        print(f"{facts['name']:<14} {when}  {size:>10} in {facts['num_files']} files  written by {cut}{mark}")
+        print(f"{facts['name']:<{width}} {when}  {size:>10} in {facts['num_files']} files  written by {cut}{mark}")
     return ExitCode.OK
 
 

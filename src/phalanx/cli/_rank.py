@@ -42,7 +42,7 @@ from phalanx.optim.build import build_optimizer
 from phalanx.parallel.parallelize import parallelize, transforms
 from phalanx.plan.planner import Plan
 from phalanx.resilience.fault import fault_listener
-from phalanx.resilience.guards import NonFiniteGuard
+from phalanx.resilience.guards import SkippedStepsGuard
 from phalanx.train.generate import generate
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.state import TrainState
@@ -136,7 +136,7 @@ def _train(run: RankRun, bus: Bus, phases: Phases, meter: MemoryMeter, stop: Sto
                 held_out=open_held_out(job, plan, mesh, corpus),
                 source_weights=dict(zip(corpus.names, corpus.weights, strict=True)),
                 records=data.record,
-                guards=(NonFiniteGuard(job.resilience.max_skipped_steps),),
+                guards=(SkippedStepsGuard(job.resilience.max_skipped_steps),),
                 stop=stop,
                 run_dir=run_dir,
                 epoch=epoch,

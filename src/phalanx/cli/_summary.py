@@ -9,10 +9,19 @@ from phalanx.checkpoint.best import read_best
 from phalanx.checkpoint.folder import full_place
 from phalanx.core.files import read_json
 from phalanx.core.units import format_bytes
-from phalanx.observe.events import BaselineMeasured, CheckpointSaved, EvalFinished, MemoryMeasured, TextGenerated
+from phalanx.observe.events import (
+    BaselineMeasured,
+    CheckpointSaved,
+    EvalFinished,
+    MemoryMeasured,
+    StepFinished,
+    StepSkipped,
+    TextGenerated,
+)
 from phalanx.observe.tail import EventTail
 from phalanx.observe.units import units_of
 from phalanx.observe.words import printable
+from phalanx.report.facts import untrained
 
 
 def summary_lines(run_dir: Path) -> list[str]:
@@ -24,7 +33,10 @@ def summary_lines(run_dir: Path) -> list[str]:
     memory = next((e for e in reversed(events) if isinstance(e, MemoryMeasured)), None)
     sample = next((e for e in reversed(events) if isinstance(e, TextGenerated)), None)
     saved = next((e for e in reversed(events) if isinstance(e, CheckpointSaved)), None)
+    steps = {int(e.step) for e in events if isinstance(e, StepFinished)}
     lines: list[str] = []
+    if (why := untrained(steps, [e for e in events if isinstance(e, StepSkipped)])) is not None:
+        lines.append(f"warning {why}")
     if evaluation is not None:
         parts = [f"model {evaluation.loss:.3f}"] + [f"{name} {b.loss:.3f}" for name, b in baselines.items()]
         of = f"({evaluation.num_targets:,} {units.items})"
@@ -48,7 +60,8 @@ def summary_lines(run_dir: Path) -> list[str]:
         lines.append(f"saved   {full_place(run_dir, saved.path)} ({format_bytes(saved.num_bytes)})")
     best = read_best(run_dir)
     if best is not None:
-        lines.append(f"best    {full_place(run_dir, best.checkpoint)} ({printable(best.metric)} {best.value:.4f} at step {best.step})")
+        place = full_place(run_dir, best.checkpoint)
+        lines.append(f"best    {place} ({printable(best.metric)} {best.value:.4f} at step {best.step})")
     return lines
 
 

@@ -5,6 +5,7 @@ Tests hand in one that records, fails, or dies at its k-th operation.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import stat
@@ -55,7 +56,7 @@ class Disk:
 
 class _RealFile:
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "wb", buffering=_BUFFER_BYTES)
+        self._file = io.BufferedWriter(io.FileIO(path, "w"), _BUFFER_BYTES)
 
     def write(self, data: bytes | memoryview) -> None:
         self._file.write(data)
@@ -65,12 +66,8 @@ class _RealFile:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Also after an error, when what is buffered cannot be written either."""
-        try:
-            self._file.close()
-        except OSError:
-            self._file.raw.close()
-            raise
+        """The file is closed even if what is buffered cannot be written any more, which raises."""
+        self._file.close()
 
 
 def make_directories(disk: Disk, path: Path) -> None:

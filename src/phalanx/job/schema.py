@@ -288,8 +288,8 @@ class Checkpoint(Section):
     """Besides those of keep_last, keep the first checkpoint of each so many steps: that of the multiple itself, unless
     saves come by the clock or had to wait."""
     url: str | None = None
-    """Where checkpoints are kept, if not in the run's own directory: any URL of fsspec, as s3://bucket/run-7. Credentials
-    come from the environment, never from the job."""
+    """Where checkpoints are kept, if not in the run's own directory: any URL of fsspec, as s3://bucket/run-7.
+    Credentials come from the environment, never from the job."""
     incremental: bool = True
     """Blocks that are as in the last checkpoint are linked to it (or copied by the store), not written again."""
     fallback: bool = False

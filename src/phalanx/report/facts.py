@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,17 @@ def group_of(phase: str) -> str:
         return "other"
     name = _GROUP_OF.get(phase, phase)
     return name if name in GROUPS else "other"
+
+
+def untrained(steps: Collection[int], skipped: Iterable[events.StepSkipped]) -> str | None:
+    """What to say of a run that applied none of its steps, or None."""
+    reasons = {int(event.step): event.reason for event in skipped}
+    if not steps or not reasons.keys() >= set(steps):
+        return None
+    every = "the only step" if len(steps) == 1 else f"each of the {len(steps):,} steps"
+    which = {"no_targets": "had no targets", "nonfinite_gradients": "had non-finite gradients"}
+    why = which.get(reasons[min(reasons)], "was skipped") if len(set(reasons.values())) == 1 else "was skipped"
+    return f"no step was applied, the weights are those it began with: {every} {why}"
 
 
 @dataclass

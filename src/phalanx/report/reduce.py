@@ -20,7 +20,7 @@ from phalanx.observe import events
 from phalanx.observe.events import Envelope, StepFinished
 from phalanx.observe.tail import RANK_FILE, SUPERVISOR_FILE, read_event
 from phalanx.observe.units import units_of
-from phalanx.report.facts import GROUPS, Attempt, Ledger, RankTime, RunFacts, Steps, group_of
+from phalanx.report.facts import GROUPS, Attempt, Ledger, RankTime, RunFacts, Steps, group_of, untrained
 
 NAN = math.nan
 SUPERVISOR = -1
@@ -40,6 +40,7 @@ def reduce_run(run_dir: Path) -> RunFacts:
     steps, history = _kept_steps(log)
     status, finished = _status(story)
     ledger = _ledger(log, story, steps, history)
+    skipped = _skipped(log, steps, history)
     name = start.run if start else _text(_at(job, "run", "name")) or run_dir.resolve().name
     layout = start.layout if start else _layout(plan)
     total = start.total_steps if start else _at(job, "train", "steps")
@@ -59,7 +60,7 @@ def reduce_run(run_dir: Path) -> RunFacts:
         num_redone=history.num_redone,
         num_rolled_back=history.num_rolled_back,
         num_restarts=sum(isinstance(envelope.event, events.RestartScheduled) for envelope in story),
-        skipped=_skipped(log, steps, history),
+        skipped=skipped,
         attempts=_attempts(log, history),
         ranks=[_rank_time(rank, log.clocks[rank]) for rank in sorted(log.clocks)],
         evals=sorted({event.step: event for event in _of_kind(story, events.EvalFinished)}.values(), key=_by_step),
@@ -79,7 +80,7 @@ def reduce_run(run_dir: Path) -> RunFacts:
         problems=problems,
         kept_best=read_best(run_dir),
         units=units_of(job),
-        warnings=_warnings(story),
+        warnings=_warnings(story, untrained(steps.step, skipped) if finished is not None else None),
     )
 
 
@@ -385,9 +386,10 @@ def _status(story: list[Envelope]) -> tuple[str, events.RunFinished | None]:
     return "unfinished" if story else "no events", None
 
 
-def _warnings(story: list[Envelope]) -> list[str]:
-    """What notes of the code "warning" say, each once."""
+def _warnings(story: list[Envelope], at_the_end: str | None) -> list[str]:
+    """What notes of the code "warning" say, each once, and what the end shows."""
     said = [e.facts.get("text") for e in _of_kind(story, events.Note) if e.code == "warning"]
+    said.append(at_the_end)
     return list(dict.fromkeys(text for text in said if isinstance(text, str)))
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from phalanx.checkpoint.folder import place_in_run
-from phalanx.checkpoint.stores import store_of
-from phalanx.core.errors import CheckpointError
+from phalanx.checkpoint.folder import LocalFolder
+from phalanx.checkpoint.manifest import list_checkpoints
 from phalanx.observe import events
 from phalanx.report.facts import RunFacts
 
@@ -15,7 +14,6 @@ from phalanx.report.facts import RunFacts
 def run_json(facts: RunFacts) -> dict[str, Any]:
     """Numbers that were never measured are None. Losses are per target: nats per token where `loss_unit` says so."""
     finished = next((e.event for e in reversed(facts.story) if isinstance(e.event, events.RunFinished)), None)
-    steps = facts.steps
     return {
         "run_dir": str(facts.run_dir),
         "name": facts.name,
@@ -27,7 +25,7 @@ def run_json(facts: RunFacts) -> dict[str, Any]:
         "num_steps_redone": facts.num_redone,
         "num_steps_skipped": len(facts.skipped),
         "loss_unit": facts.units.loss or None,
-        "final_loss": _number(steps.loss[-1]) if len(steps) else None,
+        "final_loss": _final_loss(facts),
         "evaluations": [_evaluation(event) for event in facts.evals],
         "best": _best(facts),
         "baselines": [
@@ -44,6 +42,13 @@ def run_json(facts: RunFacts) -> dict[str, Any]:
         "warnings": list(facts.warnings),
         "report": _report(facts),
     }
+
+
+def _final_loss(facts: RunFacts) -> float | None:
+    """Of the last step that was applied: one without targets has a loss of 0 that says nothing."""
+    skipped = {int(event.step) for event in facts.skipped}
+    rows = zip(reversed(facts.steps.step), reversed(facts.steps.loss), strict=True)
+    return next((_number(loss) for step, loss in rows if step not in skipped), None)
 
 
 def _evaluation(event: events.EvalFinished) -> dict[str, Any]:
@@ -82,16 +87,20 @@ def _memory(rank: int, event: events.MemoryMeasured) -> dict[str, Any]:
 
 
 def _checkpoints(facts: RunFacts) -> list[dict[str, Any]]:
-    """Those that are there, oldest first; none where their store does not answer."""
-    sizes = {e.event.step: e.event.num_bytes for e in facts.story if isinstance(e.event, events.CheckpointSaved)}
+    """Those that are there, oldest first. Of a store elsewhere nobody is asked: what the run said of it counts."""
+    told: dict[int, events.CheckpointSaved] = {}
+    for event in (envelope.event for envelope in facts.story):
+        if isinstance(event, events.CheckpointSaved):
+            told[event.step] = event
+        elif isinstance(event, events.CheckpointsRemoved):
+            told = {step: saved for step, saved in told.items() if step not in event.steps}
+    if any("://" in saved.path for saved in told.values()):
+        return [{"step": step, "path": e.path, "num_bytes": e.num_bytes} for step, e in sorted(told.items())]
     found = []
-    try:
-        folders = store_of(facts.run_dir).folders()
-    except (OSError, CheckpointError):
-        return []
-    for folder in folders:
-        path = place_in_run(folder, facts.run_dir)
-        found.append({"step": folder.step, "path": path, "num_bytes": sizes.get(folder.step)})
+    for path in list_checkpoints(facts.run_dir):
+        step = LocalFolder(path).step
+        num_bytes = told[step].num_bytes if step in told else None
+        found.append({"step": step, "path": str(path.relative_to(facts.run_dir)), "num_bytes": num_bytes})
     return found
 
 

@@ -9,20 +9,42 @@ from phalanx.parallel.model import StepFacts
 
 
 @dataclass
-class NonFiniteGuard:
-    """Gives up (exit 8) after more than `limit` steps in a row whose loss or gradients were not finite."""
+class SkippedStepsGuard:
+    """Gives up (exit 8) after more than `limit` steps in a row that could not be applied.
+
+    Those are steps whose loss or gradients were not finite, and steps without a single target: a run of either ends
+    with the weights that it began with.
+    """
 
     limit: int
     in_a_row: int = 0
+    without_targets: int = 0
 
     def reason_to_skip(self, step: int, facts: StepFacts) -> str | None:
-        if facts.finite:
-            self.in_a_row = 0
+        if facts.usable:
+            self.in_a_row = self.without_targets = 0
             return None
         self.in_a_row += 1
+        self.without_targets += facts.num_targets == 0
         if self.in_a_row > self.limit:
-            raise NumericsError(
-                f"{self.in_a_row} steps in a row had non-finite gradients, up to step {step}",
+            raise self._had_enough(step)
+        return None
+
+    def _had_enough(self, step: int) -> NumericsError:
+        look_at_data = "look at what masks them: targets of -100, documents or prompts longer than train.seq_len"
+        if self.without_targets == self.in_a_row:
+            return NumericsError(f"no targets in {_steps(self.in_a_row)}, up to step {step}", fix=look_at_data)
+        if self.without_targets == 0:
+            return NumericsError(
+                f"{_steps(self.in_a_row)} had non-finite gradients, up to step {step}",
                 fix="lower optim.lr, lengthen optim.warmup_steps, or continue from an older checkpoint",
             )
-        return None
+        return NumericsError(
+            f"{_steps(self.in_a_row)} could not be applied, up to step {step}",
+            why=f"{self.without_targets} had no targets, {self.in_a_row - self.without_targets} non-finite gradients",
+            fix=look_at_data + "; lower optim.lr",
+        )
+
+
+def _steps(number: int) -> str:
+    return "1 step" if number == 1 else f"{number} steps in a row"

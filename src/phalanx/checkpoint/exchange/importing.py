@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,8 @@ class Weights:
     settings: Mapping[str, Any] | None = None
     files: Mapping[str, Path] | None = None
     notes: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Names of tied tensors, and the one under which they are stored."""
 
     @property
     def num_bytes(self) -> int:
@@ -90,7 +92,14 @@ def from_hugging_face(source: Path, bag: Bag | None = None) -> Weights:
     return Weights(str(source), tensors, shape, settings, files, notes)
 
 
-def as_they_are(origin: str, bag: Bag, *, prefix: str = "", notes: Sequence[str] = ()) -> Weights:
+def as_they_are(
+    origin: str,
+    bag: Bag,
+    *,
+    prefix: str = "",
+    aliases: Mapping[str, str] | None = None,
+    notes: Sequence[str] = (),
+) -> Weights:
     """Tensors under their own names: those that begin with `prefix`, without it."""
     chosen = [name for name in bag.tensors if name.startswith(prefix) and name != prefix]
     if not chosen:
@@ -102,7 +111,12 @@ def as_they_are(origin: str, bag: Bag, *, prefix: str = "", notes: Sequence[str]
     left = len(bag.tensors) - len(chosen)
     said = [*notes, *([f"of {len(bag.tensors)} tensors {left} do not begin with {prefix!r}"] if left else [])]
     tensors = (Made(name[len(prefix) :], bag.tensors[name], partial(bag.load, name)) for name in sorted(chosen))
-    return Weights(origin, tuple(tensors), notes=tuple(said))
+    tied = {
+        name[len(prefix) :]: stored[len(prefix) :]
+        for name, stored in (aliases or {}).items()
+        if name.startswith(prefix) and stored in chosen
+    }
+    return Weights(origin, tuple(tensors), notes=tuple(said), aliases=tied)
 
 
 def write_import(
@@ -146,7 +160,7 @@ def _write_checkpoint(weights: Weights, directory: Path, file_bytes: int, progre
         "model_shape": _told(weights.shape) if weights.shape else None,
         "hugging_face": dict(weights.settings or {}),
     }
-    manifest = Manifest(0, "", {}, facts, tensors, {}, files)
+    manifest = Manifest(0, "", {}, facts, tensors, dict(weights.aliases), files)
     text = json.dumps(manifest.to_json(), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
     store.commit(draft, text.encode())
 

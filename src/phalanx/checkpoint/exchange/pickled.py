@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +27,13 @@ _KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR", "SYSTE
 
 @dataclass(frozen=True)
 class Unpickled:
-    """`num_skipped` things in it were no tensors; `ran_code`: torch could not read it as mere weights."""
+    """`num_skipped` things in it were no tensors; `aliases` are names of tied tensors; `ran_code`: torch could not read
+    it as mere weights.
+    """
 
     bag: SafetensorsBag
     num_skipped: int
+    aliases: Mapping[str, str]
     ran_code: bool
 
 
@@ -53,7 +56,7 @@ def unpickled(source: Path, *, beside: Path) -> Iterator[Unpickled]:
         with TemporaryDirectory(dir=beside, prefix=".unpickled-") as folder:
             answer = _read(source.absolute(), Path(folder))
             bag = open_safetensors(Path(folder))
-            yield Unpickled(bag, int(answer["num_skipped"]), bool(answer["ran_code"]))
+            yield Unpickled(bag, int(answer["num_skipped"]), dict(answer["aliases"]), bool(answer["ran_code"]))
     except OSError as error:
         raise CheckpointError("it cannot be read", where=str(source), why=str(error)) from None
 

@@ -43,7 +43,7 @@ def open_source(source: Path, *, prefix: str, trust_pickle: bool, beside: Path) 
         if has_config:
             yield from_hugging_face(source, found.bag)
         else:
-            yield as_they_are(str(source), found.bag, prefix=prefix, notes=_notes(found))
+            yield as_they_are(str(source), found.bag, prefix=prefix, aliases=found.aliases, notes=_notes(found))
 
 
 def _is_pickled(source: Path) -> bool:

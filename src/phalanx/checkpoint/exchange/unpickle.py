@@ -25,23 +25,44 @@ BINARIES = "pytorch_model*.bin"
 
 
 def main(source: Path, folder: Path) -> dict[str, Any]:
-    """What is told of it: how many things were no tensors, and whether more than weights had to be unpickled."""
+    """What is told of it: how many things were no tensors, which names mean a tensor that has another one already, and
+    whether more than weights had to be unpickled.
+    """
     if source.is_dir() and (source / ".metadata").is_file():
         return _read_dcp(source, folder)
     files = sorted(source.glob(BINARIES)) if source.is_dir() else [source]
     num_skipped, ran_code = 0, False
+    aliases: dict[str, str] = {}
     for number, path in enumerate(files):
         content, is_more = _unpickle(path)
         ran_code |= is_more
-        tensors: dict[str, torch.Tensor] = {}
-        for name, value in _flat(content, ""):
-            if _is_plain(value):
-                tensors[full_name(name)] = value
-            else:
-                num_skipped += 1
+        tensors = {full_name(name): value for name, value in _flat(content, "") if _is_plain(value)}
+        num_skipped += sum(not _is_plain(value) for _, value in _flat(content, ""))
+        if source.is_file():  # a directory's configuration says what is tied
+            aliases = _take_tied(tensors)
         if tensors:
             _write(folder / f"part-{number:05d}.safetensors", tensors)
-    return {"num_skipped": num_skipped, "ran_code": ran_code}
+    return {"num_skipped": num_skipped, "aliases": aliases, "ran_code": ran_code}
+
+
+def _take_tied(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Leave each tensor under the first of its names; the other names, with the first one."""
+    first_names: dict[Any, str] = {}
+    aliases = {}
+    for name, tensor in tensors.items():
+        first = first_names.setdefault(_identity(tensor), name)
+        if first != name:
+            aliases[name] = first
+    for name in aliases:
+        del tensors[name]
+    return aliases
+
+
+def _identity(tensor: torch.Tensor) -> Any:
+    """The same for tied tensors, which share their memory, and for no others."""
+    if not tensor.numel():
+        return object()
+    return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 def _unpickle(path: Path) -> tuple[Any, bool]:
@@ -90,7 +111,7 @@ def _read_dcp(source: Path, folder: Path) -> dict[str, Any]:
         }
         dcp.load(group, checkpoint_id=source, no_dist=True)
         _write(folder / f"part-{number:05d}.safetensors", {full_name(name): group[name] for name in names})
-    return {"num_skipped": len(found) - len(tensors), "ran_code": False}
+    return {"num_skipped": len(found) - len(tensors), "aliases": {}, "ran_code": False}
 
 
 def _groups(tensors: Mapping[str, Any]) -> Iterator[list[str]]:

@@ -129,7 +129,8 @@ class LocalStore:
         for name in self._hidden():
             path = self.root / name
             if name.endswith((PARTIAL, REMOVED)):
-                remove_tree(self._disk, path)
+                with contextlib.suppress(OSError):  # in nobody's way: the next save tries again
+                    remove_tree(self._disk, path)
             elif name.endswith(REPLACED):
                 whole = self.root / name.removeprefix(".").removesuffix(REPLACED)
                 if (whole / MANIFEST).is_file():
