@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from models import CPU
 from phalanx.core.errors import LayoutError
 from phalanx.job.schema import Job
 from phalanx.verify.cases import all_layouts, judged_job, make_cases, shrunk
-from phalanx.verify.trace_facts import FINAL, INITIAL, Trace, TraceStep, gradients_of
-from phalanx.verify.verdict import Judge
+from phalanx.verify.trace_facts import BUFFERS, FINAL, INITIAL, UPDATED, Trace, TraceStep, gradients_of
+from phalanx.verify.verdict import Judge, covers_evenly
 
 
 def test_the_reference_imports_torch_alone() -> None:
@@ -23,7 +24,7 @@ def test_the_reference_imports_torch_alone() -> None:
     tree = ast.parse(Path(reference.__file__).read_text())
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    allowed = {"torch", "torch.nn.functional", "__future__", "collections.abc", "dataclasses", "typing"}
+    allowed = {"torch", "torch.nn.functional", "__future__", "math", "collections.abc", "dataclasses", "typing"}
     assert imported <= allowed
 
 
@@ -90,6 +91,7 @@ def saw(**changes: Any) -> dict[str, Any]:
         "local_means": [[2.0, 4.5]],
         "tensors": {kind: dict(right) for kind in (INITIAL, gradients_of(0), FINAL)},
         "held": {"a": "whole", "b": "whole"},
+        "boxes": {"a": [[[0], [4]]], "b": [[[0], [1]]]},
         "unknown": [],
         "absent": [],
     }
@@ -144,3 +146,101 @@ def test_a_loss_that_was_not_reduced_is_called_so() -> None:
     mine = saw(losses=[2.0], local_means=[[2.0, 2.0]])
     other = saw(losses=[4.0], local_means=[[4.0, 4.0]])
     assert "not reduced" in first_of(mine, other).cause
+
+
+HALF_A, HALF_B, LATE = ((0,), (2,)), ((2,), (2,)), ((1,), (2,))
+
+
+@pytest.mark.parametrize(
+    ("boxes", "even"),
+    [
+        ([[HALF_A], [HALF_B]], True),
+        ([[HALF_A, HALF_B], [HALF_B], [HALF_A]], True),
+        ([[HALF_A], [LATE]], False),  # a border in the wrong place
+        ([[HALF_A], [HALF_B], [HALF_A]], False),  # a replica of one part alone
+        ([[((), ())], [((), ())]], True),  # a scalar, twice
+    ],
+)
+def test_parts_of_ranks_make_a_whole_or_not(boxes: Any, even: bool) -> None:
+    assert covers_evenly(boxes) is even
+
+
+def test_parts_that_overlap_are_found_though_they_look_alike() -> None:
+    """All ones: no sum of squares tells one half from the other."""
+    first = first_of(saw(boxes={"a": [[[0], [3]]]}), saw(boxes={"a": [[[2], [2]]]}))
+    assert (first.what, first.name) == ("initial weight", "a")
+    assert "do not make the tensor" in first.cause
+
+
+def traced(**changes: Any) -> Trace:
+    return dataclasses.replace(TRACE, **changes)
+
+
+def test_a_gradient_that_is_rounding_has_the_scale_of_a_usual_one() -> None:
+    """A bias before BatchNorm: its true gradient is zero, and each layout rounds it otherwise."""
+    sizes = {"a": 2.0, "b": 1e-12}
+    trace = traced(sizes=dict.fromkeys((INITIAL, gradients_of(0), FINAL, UPDATED), sizes))
+    assert trace.scale(gradients_of(0), "b") == pytest.approx(2.0 / 2**0.5)
+    assert trace.scale(INITIAL, "b") == pytest.approx(1e-3 * 2.0 / 2**0.5)
+    right = {"a": (0.0, 4.0, 4.0, 4.0), "b": (1e-24, 1e-24, 0.0, 1e-24)}
+    seen = saw(tensors={gradients_of(0): right, INITIAL: {"b": (0, 1e-24, 1e-24, 1e-24)}})
+    seen["tensors"][FINAL] = seen["tensors"][INITIAL]
+    moved = seen["tensors"] | {UPDATED: {"a": (0.0, 4.0, 4.0, 4.0), "b": (1.0, 1.0, 0.0, 1e-24)}}
+    assert Judge(trace, [seen | {"tensors": moved}], tolerance=1e-10, data_parallel_size=1).verdict().first is None
+
+
+def test_a_frozen_tensor_that_an_optimizer_moves_is_found() -> None:
+    sizes = {"a": 2.0, "b": 0.0}
+    trace = traced(sizes={INITIAL: SIZES, gradients_of(0): sizes, FINAL: SIZES, UPDATED: sizes})
+    seen = saw(tensors={gradients_of(0): {"b": (0.0, 0.0, 0.0, 0.0)}})
+    seen["tensors"][UPDATED] = {"a": (0.0, 4.0, 4.0, 4.0), "b": (0.01, 1.0, 1.0, 1.0)}
+    first = Judge(trace, [seen], tolerance=1e-10, data_parallel_size=1).verdict().first
+    assert first is not None
+    assert (first.what, first.name, "freeze it" in first.cause) == ("update", "b", True)
+
+
+def test_buffers_are_compared_after_the_weights() -> None:
+    trace = traced(sizes={**TRACE.sizes, BUFFERS: {"running": 3.0}})
+    boxes = {"a": [[[0], [4]]], "b": [[[0], [1]]], "running": [[[0], [9]]]}
+    seen = saw(boxes=boxes)
+    for error, what in ((0.0, None), (0.09, "buffer")):
+        seen["tensors"][BUFFERS] = {"running": (error, 9.0, 9.0, 9.0)}
+        verdict = Judge(trace, [seen], tolerance=1e-10, data_parallel_size=1).verdict()
+        assert (verdict.first and verdict.first.what) == what
+        assert verdict.errors["buffer"] == pytest.approx(error**0.5 / 3)
+
+
+def norm_cause(found: float) -> str:
+    return str(first_of(saw(norms=[found]), saw(norms=[found])).cause)
+
+
+def test_causes_of_a_norm() -> None:
+    assert "replicas" in norm_cause(10.0**0.5)
+    assert norm_cause(9.0**0.5) == "the gradient of a is counted twice"
+    assert norm_cause(1.0) == "the gradient of a is left out"
+    assert norm_cause(math.nan) == "it is not a finite number"
+
+
+@pytest.mark.parametrize(
+    ("factor", "clips", "words"),
+    [
+        (2.0, False, "summed"),
+        (0.5, False, "once too often"),
+        (0.3, True, "clipped twice"),
+        (1 / 0.3, True, "not clipped"),
+    ],
+)
+def test_causes_of_a_factor(factor: float, clips: bool, words: str) -> None:
+    steps = (TraceStep(3.0, 10, 5.0**0.5, 0.3 * 5.0**0.5 if clips else None),)
+    off = {n: (s**2 * (factor - 1) ** 2, s**2 * factor**2, s**2 * factor, s**2) for n, s in SIZES.items()}
+    seen = saw(tensors={gradients_of(0): off})
+    first = Judge(traced(steps=steps), [seen, seen], tolerance=1e-10, data_parallel_size=2).verdict().first
+    assert first is not None
+    assert words in first.cause
+
+
+def test_an_error_of_the_size_of_a_narrower_type_is_called_so() -> None:
+    for error, narrow in ((4e-8, "float32"), (2e-3, "bfloat16")):
+        off = {name: (error**2 * size**2 / 2, size**2, size**2, size**2) for name, size in SIZES.items()}
+        first = first_of(saw(tensors={gradients_of(0): off}), saw(tensors={gradients_of(0): off}))
+        assert narrow in first.cause

@@ -213,15 +213,15 @@ class Table:
     def exit_code(self, *, asked: bool) -> int:
         if any(row["ok"] is False for row in self.rows):
             return ExitCode.VERIFICATION
-        is_refused = any(row["ok"] is None for row in self.rows)
-        nothing_judged = not any(row["ok"] for row in self.rows)
-        return ExitCode.JOB if is_refused and (asked or nothing_judged) else ExitCode.OK
+        equal = {row["layout"] for row in self.rows if row["ok"]}  # in some type: not every module has a float64
+        is_refused = any(row["layout"] not in equal for row in self.rows)
+        return ExitCode.JOB if is_refused and (asked or not equal) else ExitCode.OK
 
 
 def describe_row(row: Mapping[str, Any]) -> list[str]:
     """A line for a row, and where it differs what, where and why."""
     if row["ok"] is None:
-        return [f"refused {row['layout']}: {row['refused']}"]
+        return [f"refused {' '.join(word for word in (row['layout'], row['dtype']) if word)}: {row['refused']}"]
     if row["crashed"]:
         return [
             f"CRASHED {row['layout']:<16} {row['dtype']}",
@@ -229,7 +229,7 @@ def describe_row(row: Mapping[str, Any]) -> list[str]:
         ]
     errors = "  ".join(
         f"{name} {row['errors'][name]:.0e}"
-        for name in ("loss", "norm", "gradient", "weight", "update")
+        for name in ("loss", "norm", "gradient", "weight", "buffer", "update")
         if name in row["errors"]
     )
     head = "equal  " if row["ok"] else "DIFFERS"

@@ -11,7 +11,7 @@ import torch
 from phalanx.mesh.logical import LogicalShard, full_name, local_tensor
 from phalanx.parallel.model import Batch, Objective, ParallelModel
 from phalanx.verify.trace import TraceReader
-from phalanx.verify.trace_facts import FINAL, INITIAL, UPDATED, Trace, gradients_of
+from phalanx.verify.trace_facts import BUFFERS, FINAL, INITIAL, UPDATED, Trace, gradients_of
 
 Dots = tuple[float, float, float, float]
 """Over the elements a rank holds: |a - r|^2, |a|^2, a.r, |r|^2, with `a` the layout's and `r` the reference's."""
@@ -19,7 +19,10 @@ Dots = tuple[float, float, float, float]
 
 @dataclass
 class Followed:
-    """What one rank saw. `tensors`: set -> name -> dots; `held`: name -> which part this rank holds, in words."""
+    """What one rank saw. `tensors`: set -> name -> dots; `held`: name -> which part this rank holds, in words.
+
+    `boxes`: name -> (offset, size) of each block of it.
+    """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -27,6 +30,7 @@ class Followed:
     local_means: list[list[float]] = field(default_factory=list)
     tensors: dict[str, dict[str, Dots]] = field(default_factory=dict)
     held: dict[str, str] = field(default_factory=dict)
+    boxes: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
 
@@ -46,7 +50,8 @@ def follow(
     wanted = set(trace.sizes[INITIAL])
     found.unknown = sorted(set(_parameters(model)) - wanted)
     found.absent = sorted(wanted - set(shards))
-    found.held = {name: _held(shard) for name, shard in shards.items() if name in wanted}
+    found.held = {name: _held(shard) for name, shard in shards.items()}
+    found.boxes = {name: [(box.global_offset, box.size) for box in shard.boxes] for name, shard in shards.items()}
     found.tensors[INITIAL] = _compare(trace, INITIAL, shards)
     optimizer = torch.optim.SGD(list(model.parameters()), lr=trace.lr)
     for number, (microbatches, reference) in enumerate(zip(steps, trace.steps, strict=True)):
@@ -62,7 +67,10 @@ def follow(
         clipped = 1.0 if reference.max_norm is None else reference.max_norm / reference.grad_norm
         found.tensors[gradients_of(number)] = _compare(trace, gradients_of(number), _gradients(model), 1 / clipped)
         optimizer.step()
-    found.tensors[FINAL] = _compare(trace, FINAL, model.shards())
+    shards = model.shards()
+    found.tensors[FINAL] = _compare(trace, FINAL, shards)
+    if BUFFERS in trace.sizes:
+        found.tensors[BUFFERS] = _compare(trace, BUFFERS, shards)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +41,8 @@ def train_alone(
 
     Or the steps of an `optimizer` over the module's parameters, without clipping.
 
-    From the second step on gradients are clipped to `clip` x their norm, so that clipping is active. The learning rate
+    From the second step on (the only one, if there is one) gradients are clipped to `clip` x their norm, so that
+    clipping is active. The learning rate
     moves the weights by `move` of their norm in the first step. A tied tensor has its first name.
     """
     lr = 0.0
@@ -51,16 +53,23 @@ def train_alone(
             total, targets = loss_sum(module, batch)
             total.backward()
             loss, count = loss + total.item(), count + int(targets)
+        if not count:
+            raise ArithmeticError(f"step {number + 1} has no target")
         named = dict(module.named_parameters())
         for parameter in named.values():
             if parameter.grad is not None:
                 parameter.grad /= count
         gradients = {name: p.grad for name, p in named.items()}
         norm = sum(g.double().square().sum().item() for g in gradients.values() if g is not None) ** 0.5
+        if not 0 < norm < math.inf or not abs(loss) < math.inf:
+            raise ArithmeticError(
+                f"in step {number + 1} the loss is {loss / count:g} and the gradient norm {norm:g}: no reference"
+            )
         if number == 0:
             size = sum(p.detach().double().square().sum().item() for p in named.values()) ** 0.5
             lr = move * size / norm
-        max_norm = None if number == 0 or optimizer is not None else clip * norm
+        clips = optimizer is None and (number > 0 or len(steps) == 1)
+        max_norm = clip * norm if clips else None
         yield AloneStep(loss / count, count, norm, max_norm, lr, gradients)
         if optimizer is not None:
             optimizer.step()

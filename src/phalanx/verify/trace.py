@@ -1,7 +1,7 @@
 """What the reference computed, on disk: written once by one process, read by every rank of every layout.
 
-DIRECTORY/trace.json says losses, norms and the size of each tensor; initial, step-K and final .safetensors hold the
-tensors by their names.
+DIRECTORY/trace.json says losses, norms and the size of each tensor; initial, step-K, final and buffers .safetensors
+hold the tensors by their names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from phalanx.verify.reference import AloneStep
-from phalanx.verify.trace_facts import FINAL, INITIAL, TRACE, UPDATED, Trace, TraceStep, gradients_of
+from phalanx.verify.trace_facts import BUFFERS, FINAL, INITIAL, TRACE, UPDATED, Trace, TraceStep, gradients_of
+from phalanx.verify.untouched import Probe
 
 
 class TraceReader:
@@ -47,13 +48,13 @@ def write_trace(
     directory: Path,
     dtype: str,
     module: nn.Module,
-    order: Iterable[str],
+    seen: Probe,
     steps: Iterable[AloneStep],
     *,
     updated: tuple[nn.Module, Iterable[AloneStep]] | None = None,
 ) -> None:
     """Run `steps`, which change `module`, and keep all that they show. Atomic enough: trace.json is written last."""
-    directory.mkdir(parents=True)
+    directory.mkdir(parents=True, exist_ok=True)  # a group that crashed may have begun
     sizes = {INITIAL: _save(directory / INITIAL, dict(module.named_parameters()))}
     kept, lr = [], 0.0
     for number, step in enumerate(steps):
@@ -63,10 +64,19 @@ def write_trace(
         sizes[gradients_of(number)] = _save(directory / gradients_of(number), found)
         kept.append(TraceStep(step.loss, step.num_targets, step.grad_norm, step.max_norm))
     sizes[FINAL] = _save(directory / FINAL, dict(module.named_parameters()))
+    buffers = _persistent_buffers(module)
+    if buffers:
+        sizes[BUFFERS] = _save(directory / BUFFERS, buffers)
     if updated is not None:
         sizes[UPDATED] = _run_and_save(directory, *updated)
-    body = {"dtype": dtype, "lr": lr, "steps": [asdict(step) for step in kept], "order": list(order), "sizes": sizes}
+    body = {"dtype": dtype, "lr": lr, "steps": [asdict(step) for step in kept], "sizes": sizes, **asdict(seen)}
     (directory / TRACE).write_text(json.dumps(body))
+
+
+def _persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """What a checkpoint keeps of them: running statistics, counters."""
+    kept = set(module.state_dict(keep_vars=True))
+    return {name: buffer for name, buffer in module.named_buffers() if name in kept and buffer.numel()}
 
 
 def _run_and_save(directory: Path, module: nn.Module, steps: Iterable[AloneStep]) -> dict[str, float]:
@@ -79,6 +89,6 @@ def _run_and_save(directory: Path, module: nn.Module, steps: Iterable[AloneStep]
 
 
 def _save(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    plain = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    plain = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
     save_file(plain, path.with_suffix(".safetensors"))
     return {name: tensor.double().norm().item() for name, tensor in plain.items()}
