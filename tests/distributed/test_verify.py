@@ -16,15 +16,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from models import CPU
 from phalanx.core.errors import ExitCode
 from phalanx.job.schema import Job
+from phalanx.job.shape import ModelShape
+from phalanx.mesh import logical
 from phalanx.mesh.mesh import Mesh
-from phalanx.parallel import dp_replicate, dp_shard
+from phalanx.parallel import batchnorm, dp_replicate, dp_shard, sync_batchnorm
 from phalanx.parallel.model import ParallelModel, StepSums
 from phalanx.parallel.protocol import Workpiece
+from phalanx.plan.planner import foreign_shape
 from phalanx.verify import rank as verify_rank
 from phalanx.verify.cases import all_layouts, judged_job, make_cases, shrunk
 from phalanx.verify.row import ROWS
@@ -38,12 +41,20 @@ def small_job(**model: Any) -> Job:
     return shrunk(Job.model_validate({"model": model, "data": {"seq_len": 16}}))[0]
 
 
-def judge_all(rank: int, num_ranks: int, job: Job, directory: str, plant: Plant | None, dtypes: list[str]) -> None:
+def judge_all(
+    rank: int,
+    num_ranks: int,
+    job: Job,
+    directory: str,
+    plant: Plant | None,
+    dtypes: list[str],
+    shape: ModelShape | None = None,
+) -> None:
     """One rank's part of `phalanx verify --layouts all`, with a bug in it."""
     if plant is not None:
         plant()
     judged = judged_job(job, num_ranks)
-    cases = make_cases(judged, list(all_layouts(num_ranks)), num_ranks=num_ranks, cluster=CPU, shape=None)
+    cases = make_cases(judged, list(all_layouts(num_ranks)), num_ranks=num_ranks, cluster=CPU, shape=shape)
     work = [
         {"dtype": dtype, "name": case.name, "parallel": dict(case.parallel), "plan": case.plan.to_json()}
         for dtype in dtypes
@@ -55,8 +66,14 @@ def judge_all(rank: int, num_ranks: int, job: Job, directory: str, plant: Plant 
 
 
 def rows_with(plant: Plant | None, num_ranks: int = 2, dtypes: tuple[str, ...] = ("float64",), **model: Any) -> Rows:
+    return rows_of(small_job(**model), plant, num_ranks, dtypes)
+
+
+def rows_of(
+    job: Job, plant: Plant | None, num_ranks: int, dtypes: tuple[str, ...], shape: ModelShape | None = None
+) -> Rows:
     with tempfile.TemporaryDirectory() as directory:
-        run_ranks(num_ranks, judge_all, num_ranks, small_job(**model), directory, plant, list(dtypes))
+        run_ranks(num_ranks, judge_all, num_ranks, job, directory, plant, list(dtypes), shape)
         lines = (Path(directory) / ROWS).read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     return {f"{row['layout']} {row['dtype']}": row for row in rows}
@@ -225,6 +242,34 @@ def decay_of_everything() -> None:
     Groups.with_decay = all_decay  # type: ignore[method-assign]
 
 
+def shard_borders_by_the_floor() -> None:
+    """The borders of shards of uneven sizes are taken from the floor of size / ranks; even ones are right."""
+    place = logical.compute_local_shape_and_global_offset
+
+    def floored(shape: Any, mesh: Any, placements: Any) -> Any:
+        size, offset = place(shape, mesh, placements)
+        if shape[0] % mesh.size():
+            offset = (mesh.get_local_rank() * (shape[0] // mesh.size()), *offset[1:])
+        return size, offset
+
+    logical.compute_local_shape_and_global_offset = floored
+
+
+def running_statistics_that_stay() -> None:
+    """Synchronised BatchNorm normalises rightly, and forgets to move what evaluation reads."""
+    batchnorm.Synchronised._track = lambda self, found: None  # type: ignore[method-assign]
+
+
+def batchnorm_by_rank() -> None:
+    """Each rank normalises over its own rows."""
+    sync_batchnorm.SyncBatchNorm.apply = lambda self, piece: None  # type: ignore[method-assign]
+
+
+def gradients_reduced_in_bfloat16() -> None:
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16, cast_forward_inputs=False)
+    dp_shard._policy = lambda *args, **kwargs: policy
+
+
 EXPECTED = {
     # bug: (layouts it is in, what differs first, a part of the name, a part of the cause)
     sum_instead_of_average: (
@@ -240,6 +285,8 @@ EXPECTED = {
     one_rank_misses_a_reduction: (("ddp", "zero2", "zero3"), "gradient", "blocks.1.ffn.up.weight", "only rank 1"),
     same_share_on_every_rank: (("ddp", "zero2", "zero3"), "number of targets", "", "other shares of the batch"),
     decay_of_everything: (("zero2", "zero3"), "update", "embed.weight", "optimizer sees or keeps something else"),
+    shard_borders_by_the_floor: (("zero2", "zero3"), "initial weight", "embed.weight", "borders of shards"),
+    gradients_reduced_in_bfloat16: (("zero2", "zero3"), "gradient", "embed.weight", "bfloat16's rounding"),
     weights_by_rank: (("ddp", "zero2", "zero3"), "initial weight", "embed.weight", "depend on the layout"),
 }
 
@@ -255,3 +302,36 @@ def test_planted_bugs_are_found_and_named(plant: Plant) -> None:
             first = row["first"]
             assert (first["what"], name in first["name"], cause in first["cause"]) == (what, True, True), first
             assert first["error"] > row["tolerance"]
+
+
+WITH_BATCHNORM = """
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.linear, self.norm = nn.Embedding(256, 16), nn.Linear(16, 16), nn.BatchNorm1d(16)
+        self.head = nn.Linear(16, 256)
+
+    def forward(self, tokens):
+        hidden = self.linear(self.embed(tokens)).transpose(1, 2)
+        return self.head(self.norm(hidden).relu().transpose(1, 2))
+"""
+
+
+def test_batchnorm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bias whose true gradient is zero is no alarm; statistics that stay, or are those of a rank, are one."""
+    (tmp_path / "with_batchnorm.py").write_text(WITH_BATCHNORM)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)  # type: ignore[no-untyped-call]
+    job = Job.model_validate({"model": {"kind": "with_batchnorm:Model"}, "data": {"seq_len": 16}})
+    shape = foreign_shape(job)
+    right = rows_of(job, None, 2, ("float64", "float32"), shape)
+    assert {name: row["first"] for name, row in right.items() if not row["ok"]} == {}
+    assert len(right) == 6
+    assert all(row["errors"]["buffer"] > 0 for row in right.values())
+    for row in rows_of(job, running_statistics_that_stay, 2, ("float64",), shape).values():
+        assert (row["first"]["what"], row["first"]["name"]) == ("buffer", "norm.running_mean")
+    for row in rows_of(job, batchnorm_by_rank, 2, ("float64",), shape).values():
+        assert (row["first"]["what"], "other rows" in row["first"]["cause"]) == ("loss", True)

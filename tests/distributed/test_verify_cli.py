@@ -95,3 +95,59 @@ def test_refusals(tmp_path: Path) -> None:
         done = run("verify", *arguments, cwd=tmp_path)
         assert (done.code, text in done.out + done.err) == (code, True), (arguments, done.err)
         assert "Traceback" not in done.err
+
+
+ODD = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Odd(nn.Module):
+    def __init__(self, draws=False, rounds=False, names=False):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(256, 16, padding_idx=0), nn.Linear(16, 256)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(2))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.draws, self.rounds, self.names = draws, rounds, names
+
+    def forward(self, tokens):
+        self.calls += 1
+        hidden = self.frozen(self.embed(tokens)) * (1 + 0.1 * self.calls)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        if self.draws:
+            hidden = F.dropout(hidden, 0.1, self.training)
+        logits = self.head(hidden.float() if self.rounds else hidden).float()
+        return {"logits": logits} if self.names else logits
+"""
+
+
+def judge_odd(folder: Path, args: str) -> tuple[int, list[dict[str, object]]]:
+    (folder / "odd.py").write_text(ODD)
+    layouts = ("--ranks", "2", "--layouts", "all", "--json")
+    done = run("verify", "model.kind=odd:Odd", f"model.args={{{args}}}", "data.seq_len=16", *layouts, cwd=folder)
+    assert "Traceback" not in done.err
+    return done.code, rows_of(done.out)
+
+
+def test_a_module_with_all_kinds_of_things_in_it_is_no_alarm(tmp_path: Path) -> None:
+    """Dropout inside attention, a buffer that each forward moves, frozen weights, logits rounded to float32."""
+    code, rows = judge_odd(tmp_path, "")
+    assert (code, len(rows), [row["first"] for row in rows if not row["ok"]]) == (0, 6, [])
+    assert "fewer digits than float64" in str(rows[0]["notes"])
+    assert "8 dropout layers" in str(rows[0]["notes"])
+
+
+def test_a_module_that_alone_cannot_be_judged_is_refused_and_no_layout_is_blamed(tmp_path: Path) -> None:
+    cases = {
+        "draws = true": (3, "the forward of Odd draws random numbers"),
+        "rounds = true": (0, "float64: RuntimeError"),  # and equal in float32
+        "names = true": (3, "returned dict"),
+    }
+    for args, (code, words) in cases.items():
+        found, rows = judge_odd(tmp_path, args)
+        assert found == code, (args, rows)
+        assert {row["ok"] for row in rows} == ({None, True} if code == 0 else {None})
+        assert words in str(rows[0]["refused"])

@@ -205,9 +205,9 @@ class Table:
     def summary(self) -> str:
         judged = [row for row in self.rows if row["ok"] is not None]
         good = sum(row["ok"] for row in judged)
-        refused = len({row["layout"] for row in self.rows if row["ok"] is None})
+        refused = len(self.rows) - len(judged)
         parts = [f"{good} of {len(judged)} rows equal the reference"]
-        parts += [f"{refused} layout{'s' if refused > 1 else ''} refused"] if refused else []
+        parts += [f"{refused} row{'s' if refused > 1 else ''} refused"] if refused else []
         return f"verdict {', '.join(parts)}"
 
     def exit_code(self, *, asked: bool) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -102,16 +101,18 @@ def make_cases(
     shape: ModelShape | None,
 ) -> list[Case]:
     """A plan for each layout and each way of recomputing the job asks for. Refused ones carry the reason."""
+
+    def plan_of(body: Mapping[str, Any]) -> Plan:
+        return make_plan(_job(body), cluster=cluster, vocab_size=SMALL_VOCAB, num_ranks=num_ranks, shape=shape)
+
     cases = []
     for name, parallel in layouts:
         body = job.to_json()
         body["parallel"] |= dict.fromkeys(("dp_replicate", "dp_shard", "zero_stage"), None) | dict(parallel)
-        shares = math.prod(parallel.get(axis, 1) for axis in ("dp_replicate", "dp_shard")) if parallel else num_ranks
-        body["train"]["micro_batch_size"] = job.train.global_batch_size // (NUM_MICROBATCHES * shares) or None
         try:
-            one = _job(body)
-            plan = make_plan(one, cluster=cluster, vocab_size=SMALL_VOCAB, num_ranks=num_ranks, shape=shape)
-            cases.append(Case(name, parallel, plan))
+            shares = plan_of(body).layout.data_parallel_size
+            body["train"]["micro_batch_size"] = job.train.global_batch_size // (NUM_MICROBATCHES * shares)
+            cases.append(Case(name, parallel, plan_of(body)))
         except LayoutError as error:
             cases.append(Case(name, parallel, None, str(error)))
     return cases

@@ -131,7 +131,8 @@ def described_failure(error: Exception, dtype: str) -> str:
     """Why there is no reference: nothing that a layout could be blamed for."""
     if isinstance(error, LayoutError):
         return str(error)
-    return f"the module alone, in one process in {dtype}: {type(error).__name__}: {_first_line(error)}"
+    kind = "" if isinstance(error, ArithmeticError) else f"{type(error).__name__}: "  # those are the reference's own
+    return f"the module alone, in one process in {dtype}: {kind}{_first_line(error)}"
 
 
 def _first_line(error: Exception) -> str:

@@ -189,7 +189,8 @@ class Judge:
     ) -> str:
         if self._gap(kind, name):
             return (
-                "the ranks' parts do not make the tensor: a rule cuts another dimension than the one that is gathered"
+                "the ranks' parts do not make the tensor: borders of shards are off, or another dimension is cut than "
+                "the one that is gathered"
             )
         if any(self._square(kind, off[0], rank) - self._square(kind, off[0], rank) != 0 for rank in ranks):
             return NOT_FINITE
@@ -221,10 +222,12 @@ class Judge:
         if len(ranks) < len(self._seen):
             return f"only rank {', '.join(map(str, ranks))} differs: its part was not reduced, or is stale"
         factor = self._factor(kind, [name], ranks[0])
-        if factor is not None:
+        if factor is not None and abs(factor - 1) > 1e-3:
             return _multiple(f"the gradient of {name}", factor, self._dp)
         if len(off) < num_tensors:
-            return f"{len(off)} of {num_tensors} tensors differ, and not by a factor: look at what computes {name}"
+            return f"{len(off)} of {num_tensors} tensors differ: the backward goes wrong where it meets {off[-1]}"
+        if step > 0:
+            return "the step before agrees, and so do its weights and the loss: is something of it left in gradients?"
         return "every gradient differs, and not by a factor: the forward, or the loss, is not the same"
 
     def _cause_of_clipping(self, step: int, factor: float) -> str:
