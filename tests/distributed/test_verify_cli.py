@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from commands import run
+from commands import run, run_all
 
 OWN = """
 import os
@@ -122,32 +122,29 @@ class Odd(nn.Module):
         logits = self.head(hidden.float() if self.rounds else hidden).float()
         return {"logits": logits} if self.names else logits
 """
-
-
-def judge_odd(folder: Path, args: str) -> tuple[int, list[dict[str, object]]]:
-    (folder / "odd.py").write_text(ODD)
-    layouts = ("--ranks", "2", "--layouts", "all", "--json")
-    done = run("verify", "model.kind=odd:Odd", f"model.args={{{args}}}", "data.seq_len=16", *layouts, cwd=folder)
-    assert "Traceback" not in done.err
-    return done.code, rows_of(done.out)
+JUDGE_ODD = ("model.kind=odd:Odd", "data.seq_len=16", "--json")
 
 
 def test_a_module_with_all_kinds_of_things_in_it_is_no_alarm(tmp_path: Path) -> None:
     """Dropout inside attention, a buffer that each forward moves, frozen weights, logits rounded to float32."""
-    code, rows = judge_odd(tmp_path, "")
-    assert (code, len(rows), [row["first"] for row in rows if not row["ok"]]) == (0, 6, [])
+    (tmp_path / "odd.py").write_text(ODD)
+    done = run("verify", *JUDGE_ODD, "--ranks", "2", "--layouts", "all", cwd=tmp_path)
+    rows = rows_of(done.out)
+    assert (done.code, len(rows), [row["first"] for row in rows if not row["ok"]]) == (0, 6, [])
     assert "fewer digits than float64" in str(rows[0]["notes"])
     assert "8 dropout layers" in str(rows[0]["notes"])
 
 
 def test_a_module_that_alone_cannot_be_judged_is_refused_and_no_layout_is_blamed(tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_text(ODD)
     cases = {
         "draws = true": (3, "the forward of Odd draws random numbers"),
         "rounds = true": (0, "float64: RuntimeError"),  # and equal in float32
         "names = true": (3, "returned dict"),
     }
-    for args, (code, words) in cases.items():
-        found, rows = judge_odd(tmp_path, args)
-        assert found == code, (args, rows)
+    commands = [("verify", *JUDGE_ODD, "--ranks", "1", f"model.args={{{args}}}") for args in cases]
+    for done, (args, (code, words)) in zip(run_all(commands, tmp_path), cases.items(), strict=True):
+        rows = rows_of(done.out)
+        assert (done.code, done.err) == (code, ""), (args, rows)
         assert {row["ok"] for row in rows} == ({None, True} if code == 0 else {None})
         assert words in str(rows[0]["refused"])
