@@ -15,7 +15,7 @@ import phalanx
 from phalanx.nn.build import build_model, build_objective
 from phalanx.observe.bus import Bus
 from phalanx.optim.build import build_optimizer
-from phalanx.resilience.guards import NonFiniteGuard
+from phalanx.resilience.guards import SkippedStepsGuard
 
 
 class Squares:
@@ -49,7 +49,7 @@ def main(run_dir: Path) -> phalanx.TrainState:
             bus,
             data=Squares(plan),
             objective=build_objective(job),
-            guards=(NonFiniteGuard(limit=10),),
+            guards=(SkippedStepsGuard(limit=10),),
             run_dir=run_dir,
         )
         print(trainer.run(), f"after {state.step} steps; checkpoints in {run_dir / 'checkpoints'}")

@@ -330,6 +330,13 @@ def test_steps_whose_targets_are_all_masked_are_skipped_and_said(runs: Runs) -> 
         (2, "no_targets", 4),
         (3, "no_targets", 8),
     ]
+    assert "no step was applied, the weights are those it began with: each of the 3 steps had no targets" in done.out
+    facts = json.loads(run("report", "masked", "--json", cwd=runs.folder).out)
+    assert facts["final_loss"] is None
+    assert any("no step was applied" in warning for warning in facts["warnings"])
+    given_up = run(*BASE, *model, *keys[:-1], "run.dir=no_targets", "resilience.max_skipped_steps=1", cwd=runs.folder)
+    assert given_up.code == 8
+    assert "no targets in 2 steps in a row, up to step 2; look at what masks them" in given_up.err
 
 
 def _restore_under_other_tokenizers(rank: int, folder: str) -> str:

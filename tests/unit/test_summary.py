@@ -9,7 +9,7 @@ import pytest
 from phalanx.checkpoint.best import write_best
 from phalanx.cli._summary import summary_lines
 from phalanx.observe.bus import Bus
-from phalanx.observe.events import EvalFinished, MemoryMeasured, RunStarted, StepFinished, seal
+from phalanx.observe.events import EvalFinished, MemoryMeasured, RunFinished, RunStarted, StepFinished, StepSkipped, seal
 from phalanx.observe.words import describe
 from phalanx.report.page import write_report
 from phalanx.report.reduce import reduce_run
@@ -67,3 +67,27 @@ def test_metrics_are_told_wherever_the_loss_is(tmp_path: Path) -> None:
     facts = run_json(reduce_run(tmp_path))
     assert [evaluation["metrics"]["accuracy"] for evaluation in facts["evaluations"]] == [0.75, 0.5]
     assert (facts["best"]["step"], facts["best"]["metric"], facts["best"]["value"]) == (1, "accuracy", 0.75)
+
+
+@pytest.mark.parametrize(
+    ("applied", "said"),
+    [
+        ((False, False), "warning no step was applied, the weights are those it began with: each of the 2 steps had no targets"),
+        ((True, False), None),
+    ],
+)
+def test_a_run_that_applied_no_step_says_so(applied: tuple[bool, ...], said: str | None, tmp_path: Path) -> None:
+    """And its final loss is that of the last step that was applied, not the 0 of one without targets."""
+    bus = Bus(rank=0, run_dir=tmp_path)
+    bus.emit(RunStarted("r", "d", 1, 0, 2, "cpu", {}))
+    for step, is_applied in enumerate(applied, 1):
+        if not is_applied:
+            bus.emit(StepSkipped(step, "no_targets", 0.0, 0, 1))
+        loss = 3.5 if is_applied else 0.0
+        bus.emit(StepFinished(step, loss, 0, 0, 1e-3, 0.0, 0.1, 0.0, {}, 0.0, 0))
+    bus.emit(RunFinished("finished", 0, 2, 1.0))
+    bus.close()
+    assert [line for line in summary_lines(tmp_path) if line.startswith("warning")] == ([said] if said else [])
+    facts = run_json(reduce_run(tmp_path))
+    assert facts["final_loss"] == (3.5 if applied[0] else None)
+    assert bool(facts["warnings"]) == (said is not None)

@@ -6,6 +6,7 @@ import ast
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typer.core import TyperGroup
 from phalanx.cli._output import open_closed_streams, silence
 from phalanx.core.errors import ExitCode, JobError, PhalanxError, did_you_mean
 from phalanx.core.registry import names
+from phalanx.core.secrets import Redactor
 
 PACKAGE = "phalanx.cli"
 TRY = "Try it: phalanx train (a small decoder on this interpreter's own source text, two ranks or more)"
@@ -149,12 +151,20 @@ def run(arguments: Sequence[str]) -> int:
         if type(mistake).__name__ == "NoArgsIsHelpError":
             mistake.show()  # type: ignore[attr-defined]
         else:
-            print(f"phalanx: {mistake.format_message()}; see phalanx --help", file=sys.stderr)  # type: ignore[attr-defined]
+            _print_error(f"phalanx: {mistake.format_message()}; see phalanx --help")  # type: ignore[attr-defined]
         return ExitCode.USAGE
+    except Exception:  # a bug, or user code that nobody expected to fail: its traceback may quote secrets, too
+        _print_error(traceback.format_exc().rstrip())
+        return ExitCode.INTERNAL
 
 
 def tell(error: PhalanxError) -> None:
     """Print an error: each problem of a job on its own line."""
     lines = str(error).splitlines() if isinstance(error, JobError) else [str(error)]
     for line in lines:
-        print(f"phalanx: {line}", file=sys.stderr)
+        _print_error(f"phalanx: {line}")
+
+
+def _print_error(text: str) -> None:
+    """What a user's code raised may hold a secret of the environment: consoles are copied and kept, too."""
+    print(Redactor(os.environ).text(text), file=sys.stderr)

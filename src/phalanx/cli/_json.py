@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from phalanx.core.errors import PhalanxError
+from phalanx.core.secrets import Redactor
 
 VERSION = 1
 
@@ -22,12 +24,12 @@ def print_json(kind: str, facts: Mapping[str, Any], *, indent: int | None = None
 
 @contextlib.contextmanager
 def printing_json(wanted: bool) -> Iterator[None]:
-    """Where JSON is `wanted`, an error is an object on standard output, too (phalanx.error/1)."""
+    """Where JSON is `wanted`, an error is an object on standard output, too (phalanx.error/1), without secrets."""
     try:
         yield
     except PhalanxError as error:
         if wanted:
-            print_json("error", error.to_json())
+            print_json("error", Redactor(os.environ).value(error.to_json()))
         raise
 
 

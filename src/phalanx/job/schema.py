@@ -311,7 +311,7 @@ class Resilience(Section):
     collective_timeout_s: PositiveFloat = 600.0
     """A collective that takes longer fails on every rank."""
     max_skipped_steps: Count = 100
-    """Steps with non-finite gradients in a row before the run is given up (exit 8)."""
+    """Steps in a row with non-finite gradients or without targets before the run is given up (exit 8)."""
     inject: tuple[str, ...] = ()
     """Faults to inject, for drills: "kill:rank=1,step=7,phase=backward"."""
 

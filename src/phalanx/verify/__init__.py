@@ -1,0 +1,1 @@
+"""The judge: does a layout compute what one process computes?"""

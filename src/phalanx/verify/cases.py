@@ -1,0 +1,122 @@
+"""Which layouts a model is judged in, each with its plan, or why it is refused. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.core.errors import LayoutError
+from phalanx.job.model import shape_of
+from phalanx.job.schema import Job
+from phalanx.job.shape import ModelShape
+from phalanx.plan.cluster import Cluster
+from phalanx.plan.planner import Plan, make_plan
+
+NUM_MICROBATCHES = 2
+ROWS_PER_RANK = 2  # of each microbatch
+SMALL_VOCAB = 251  # a prime: some rank has less of the embedding than the others
+MAX_SEQ_LEN = 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout. `plan` is None where it is refused, and `refused` says why."""
+
+    name: str
+    parallel: Mapping[str, Any]
+    plan: Plan | None
+    refused: str = ""
+
+
+def judged_job(job: Job, num_ranks: int) -> Job:
+    """The job as it is judged: full precision, eager, two microbatches that any layout of the ranks divides."""
+    body = job.to_json()
+    body["train"] |= {
+        "global_batch_size": NUM_MICROBATCHES * ROWS_PER_RANK * num_ranks,
+        "micro_batch_size": None,
+        "compile": False,
+    }
+    body["precision"]["compute"] = "fp32"
+    body["optim"]["lr_scaling"] = "none"
+    body["parallel"]["ranks"] = num_ranks
+    if not job.model.is_foreign:
+        body["data"]["seq_len"] = min(job.data.seq_len, MAX_SEQ_LEN)
+    return _job(body)
+
+
+def shrunk(job: Job) -> tuple[Job, str]:
+    """A built-in model of two blocks and small widths, in the proportions of the one asked for; and what changed."""
+    if job.model.is_foreign:
+        raise LayoutError("only built-in models can be shrunk", fix="give your factory smaller model.args")
+    shape = shape_of(job, SMALL_VOCAB)
+    groups = max(1, shape.num_heads // max(1, shape.num_kv_heads))
+    heads = groups * max(1, 4 // groups)
+    small: dict[str, Any] = {
+        "num_layers": min(shape.num_layers, max(2, shape.global_every)),
+        "num_heads": heads,
+        "num_kv_heads": heads // groups,
+        "head_dim": 8,
+        "dim": 32,
+        "ffn_dim": 90,  # no multiple of four: uneven on four ranks and more
+    }
+    if shape.vocab_size:
+        small["vocab_size"] = min(shape.vocab_size, SMALL_VOCAB)
+    if shape.sliding_window:
+        small["sliding_window"] = min(shape.sliding_window, MAX_SEQ_LEN // 4)
+    body = job.to_json()
+    changed = {key: value for key, value in small.items() if getattr(shape, key) != value}
+    body["model"] |= changed
+    said = ", ".join(f"{key} {getattr(shape, key)} -> {value}" for key, value in changed.items())
+    return _job(body), said
+
+
+def asked_layout(job: Job) -> dict[str, Any]:
+    """The axes that the job sets."""
+    keys = ("dp_replicate", "dp_shard", "zero_stage")
+    return {key: getattr(job.parallel, key) for key in keys if getattr(job.parallel, key) is not None}
+
+
+def all_layouts(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every layout of exactly `num_ranks` ranks that can be named today."""
+    if num_ranks == 1:
+        yield "one", {}
+        return
+    yield "ddp", {"dp_replicate": num_ranks}
+    for stage in (2, 3):
+        yield f"zero{stage}", {"dp_shard": num_ranks, "zero_stage": stage}
+    for replicas in (d for d in range(2, num_ranks) if num_ranks % d == 0):
+        for stage in (2, 3):
+            axes = {"dp_replicate": replicas, "dp_shard": num_ranks // replicas, "zero_stage": stage}
+            yield f"hsdp{replicas}x{num_ranks // replicas}-zero{stage}", axes
+
+
+def make_cases(
+    job: Job,
+    layouts: Sequence[tuple[str, Mapping[str, Any]]],
+    *,
+    num_ranks: int,
+    cluster: Cluster,
+    shape: ModelShape | None,
+) -> list[Case]:
+    """A plan for each layout and each way of recomputing the job asks for. Refused ones carry the reason."""
+
+    def plan_of(body: Mapping[str, Any]) -> Plan:
+        return make_plan(_job(body), cluster=cluster, vocab_size=SMALL_VOCAB, num_ranks=num_ranks, shape=shape)
+
+    cases = []
+    for name, parallel in layouts:
+        body = job.to_json()
+        body["parallel"] |= dict.fromkeys(("dp_replicate", "dp_shard", "zero_stage"), None) | dict(parallel)
+        try:
+            shares = plan_of(body).layout.data_parallel_size
+            body["train"]["micro_batch_size"] = job.train.global_batch_size // (NUM_MICROBATCHES * shares)
+            cases.append(Case(name, parallel, plan_of(body)))
+        except LayoutError as error:
+            cases.append(Case(name, parallel, None, str(error)))
+    return cases
+
+
+def _job(body: Mapping[str, Any]) -> Job:
+    return Job.model_validate_json(json.dumps(body))

@@ -1,0 +1,151 @@
+"""The same steps through a ParallelModel, each tensor beside the reference's, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from phalanx.mesh.logical import LogicalShard, full_name, local_tensor
+from phalanx.parallel.model import Batch, Objective, ParallelModel
+from phalanx.verify.trace import TraceReader
+from phalanx.verify.trace_facts import BUFFERS, FINAL, INITIAL, UPDATED, Trace, gradients_of
+
+Dots = tuple[float, float, float, float]
+"""Over the elements a rank holds: |a - r|^2, |a|^2, a.r, |r|^2, with `a` the layout's and `r` the reference's."""
+
+
+@dataclass
+class Followed:
+    """What one rank saw. `tensors`: set -> name -> dots; `held`: name -> which part this rank holds, in words.
+
+    `boxes`: name -> (offset, size) of each block of it.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    num_targets: list[int] = field(default_factory=list)
+    local_means: list[list[float]] = field(default_factory=list)
+    tensors: dict[str, dict[str, Dots]] = field(default_factory=dict)
+    held: dict[str, str] = field(default_factory=dict)
+    boxes: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+def follow(
+    model: ParallelModel,
+    objective: Objective,
+    steps: Sequence[Sequence[Batch]],
+    trace: Trace,
+) -> Followed:
+    """Train `steps` (this rank's microbatches of each) as the reference did, and compare. Collective."""
+    found = Followed()
+    shards = model.shards()
+    wanted = set(trace.sizes[INITIAL])
+    found.unknown = sorted(set(_parameters(model)) - wanted)
+    found.absent = sorted(wanted - set(shards))
+    found.held = {name: _held(shard) for name, shard in shards.items()}
+    found.boxes = {name: [(box.global_offset, box.size) for box in shard.boxes] for name, shard in shards.items()}
+    found.tensors[INITIAL] = _compare(trace, INITIAL, shards)
+    optimizer = torch.optim.SGD(list(model.parameters()), lr=trace.lr)
+    for number, (microbatches, reference) in enumerate(zip(steps, trace.steps, strict=True)):
+        optimizer.zero_grad()
+        means: list[float] = []
+        sums = model.forward_backward(microbatches, _noting(objective, means))
+        facts = model.finish_step(sums, max_norm=reference.max_norm)
+        found.losses.append(facts.loss)
+        found.norms.append(facts.grad_norm)
+        found.num_targets.append(facts.num_targets)
+        found.local_means.append(means)
+        # The reference keeps gradients as they were before clipping.
+        clipped = 1.0 if reference.max_norm is None else reference.max_norm / reference.grad_norm
+        found.tensors[gradients_of(number)] = _compare(trace, gradients_of(number), _gradients(model), 1 / clipped)
+        optimizer.step()
+    shards = model.shards()
+    found.tensors[FINAL] = _compare(trace, FINAL, shards)
+    if BUFFERS in trace.sizes:
+        found.tensors[BUFFERS] = _compare(trace, BUFFERS, shards)
+    return found
+
+
+def follow_optimizer(
+    model: ParallelModel,
+    optimizer: torch.optim.Optimizer,
+    objective: Objective,
+    steps: Sequence[Sequence[Batch]],
+    trace: Trace,
+) -> dict[str, Dots]:
+    """Train `steps` with the job's own optimizer: the weights after them beside the reference's. Collective."""
+    for microbatches in steps:
+        optimizer.zero_grad()
+        model.finish_step(model.forward_backward(microbatches, objective))
+        optimizer.step()
+    return _compare(trace, UPDATED, model.shards())
+
+
+def _noting(objective: Objective, means: list[float]) -> Objective:
+    """The objective, which also keeps each microbatch's own mean: what a mean of means would be made of."""
+
+    def noted(outputs: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        loss, targets = objective(outputs, batch)
+        means.append(loss.item() / int(targets) if int(targets) else float("nan"))
+        return loss, targets
+
+    return noted
+
+
+def _parameters(model: ParallelModel) -> dict[str, torch.Tensor]:
+    return {full_name(name): parameter for name, parameter in model.named_parameters()}
+
+
+def _gradients(model: ParallelModel) -> dict[str, LogicalShard]:
+    """The gradients in the places of their parameters; zeros where a parameter had no part in the loss."""
+    shards = model.shards()
+    gradients = {}
+    for name, parameter in _parameters(model).items():
+        local = shards[name].tensor
+        gradient = torch.zeros_like(local) if parameter.grad is None else local_tensor(parameter.grad).detach()
+        gradients[name] = shards[name].like(name, gradient)
+    return gradients
+
+
+def _compare(trace: Trace, kind: str, shards: Mapping[str, LogicalShard], factor: float = 1.0) -> dict[str, Dots]:
+    """Dots of each tensor that the reference has, over the blocks of this rank; `factor` undoes a known scaling."""
+    found: dict[str, Dots] = {}
+    with TraceReader(trace, kind) as reader:
+        for name in trace.sizes[kind]:
+            if name not in shards:
+                continue
+            shard, dots = shards[name], torch.zeros(4, dtype=torch.float64)
+            for box in shard.boxes:
+                places = tuple(slice(o, o + n) for o, n in zip(box.local_offset, box.size, strict=True))
+                actual = shard.tensor[places].double().cpu() * factor
+                wanted = reader.block(name, box.global_offset, box.size).double()
+                if actual.shape != wanted.shape:
+                    actual = torch.full_like(wanted, float("nan"))  # it stands where no such block is
+                pairs = ((actual - wanted, actual - wanted), (actual, actual), (actual, wanted), (wanted, wanted))
+                dots += torch.stack([(a * b).sum() for a, b in pairs])
+            found[name] = tuple(dots.tolist())
+    return found
+
+
+def _held(shard: LogicalShard) -> str:
+    """ "whole", "nothing", or "[0:16, :] of [64, 32]"."""
+    if not shard.boxes:
+        return "nothing"
+    if len(shard.boxes) == 1 and shard.boxes[0].size == shard.global_shape:
+        return "whole"
+    parts = []
+    for box in shard.boxes:
+        spans = [
+            ":" if size == length else f"{start}:{start + size}"
+            for start, size, length in zip(box.global_offset, box.size, shard.global_shape, strict=True)
+        ]
+        parts.append(f"[{', '.join(spans)}]")
+    return f"{' and '.join(parts)} of {list(shard.global_shape)}"

@@ -1,0 +1,160 @@
+"""One rank of a group that is judged: rank 0 writes the reference, then all go through the layouts one by one."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+import os
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from phalanx.core.errors import ExitCode, LayoutError
+from phalanx.job.schema import Job
+from phalanx.mesh.mesh import open_mesh
+from phalanx.nn.build import build_objective
+from phalanx.nn.objective import CausalOutput
+from phalanx.optim.build import build_optimizer
+from phalanx.parallel.model import Batch
+from phalanx.parallel.parallelize import parallelize, transforms
+from phalanx.plan.layout import Layout
+from phalanx.plan.planner import Plan
+from phalanx.verify.batches import as_dtype, global_steps, share_of
+from phalanx.verify.follow import follow, follow_optimizer
+from phalanx.verify.reference import LossSum, plain_cross_entropy, train_alone
+from phalanx.verify.row import ROWS, Row
+from phalanx.verify.trace import write_trace
+from phalanx.verify.trace_facts import TRACE, UPDATED, Trace, read_trace
+from phalanx.verify.untouched import build_untouched, described_failure, probe, taken
+from phalanx.verify.verdict import TOLERANCE, Judge
+
+transforms()  # imported in the server, once, instead of in every rank
+
+CLIP, MOVE = 0.3, 0.01  # not one over a number of ranks or microbatches, so that its absence is told from theirs
+
+
+def main(payload: dict[str, Any]) -> int:
+    """`payload`: job, run_dir, data_dir, num_steps, num_ranks, model (its name), work (dtype, name, parallel, plan).
+    Appends a row for each piece of work to run_dir/rows.jsonl, and returns 0 whatever they say.
+    """
+    job = Job.model_validate_json(json.dumps(payload["job"]))
+    num_ranks, run_dir = int(payload["num_ranks"]), Path(payload["run_dir"])
+    with open_mesh(Layout(dp_replicate=num_ranks), device="cpu") as mesh:
+        first = Plan.from_json(payload["work"][0]["plan"])
+        data_dir = Path(payload["data_dir"]) if payload["data_dir"] else None
+        made = global_steps(job, first, data_dir, num_steps=payload["num_steps"])
+        for dtype, cases in itertools.groupby(payload["work"], key=lambda item: item["dtype"]):
+            steps = as_dtype(made, getattr(torch, dtype))
+            directory = run_dir / f"reference-{dtype}"
+            failure = ""
+            if mesh.rank == 0 and not (directory / TRACE).exists():
+                failure = _write_reference(directory, job, first, dtype, steps)
+            failure = mesh.gather_json(failure)[0]
+            trace = None if failure else read_trace(directory)
+            for case in cases:
+                if trace is None:
+                    row = _refused(case, payload["model"], dtype, failure)
+                else:
+                    row = judge(job, case, trace, steps, payload["model"])
+                if mesh.rank == 0:
+                    with open(run_dir / ROWS, "a") as file:
+                        file.write(json.dumps(row.to_json()) + "\n")
+    return ExitCode.OK
+
+
+def judge(job: Job, case: Mapping[str, Any], trace: Trace, steps: list[list[Batch]], model_name: str) -> Row:
+    """The row of one layout. Collective."""
+    began = time.monotonic()
+    plan = Plan.from_json(case["plan"])
+    tolerance = TOLERANCE["float32" if trace.narrows else trace.dtype]
+    try:
+        with open_mesh(plan.layout, device="cpu") as inner:
+            module, notes = build_untouched(job, plan, trace.dtype, materialize=False)
+            model = parallelize(module, plan, inner, seed=job.run.seed)
+            objective = build_objective(job)
+            mine = share_of(steps, inner.data_parallel_rank, plan.layout.data_parallel_size)
+            found = follow(model, objective, mine, trace)
+            if UPDATED in trace.sizes:
+                module, _ = build_untouched(job, plan, trace.dtype, materialize=False)
+                model = parallelize(module, plan, inner, seed=job.run.seed)
+                optimizer = build_optimizer(model, job.optim)
+                found.tensors[UPDATED] = follow_optimizer(model, optimizer, objective, mine, trace)
+            seen = inner.gather_json(found.to_json())
+    except LayoutError as error:  # the same on every rank: it is about the module
+        return _refused(case, model_name, trace.dtype, str(error))
+    if trace.narrows and trace.dtype == "float64":
+        notes += ("the module computes in fewer digits than float64 on its way, and is judged by those",)
+    dp = plan.layout.data_parallel_size
+    verdict = Judge(trace, seen, tolerance=tolerance, data_parallel_size=dp).verdict()
+    wall_s = round(time.monotonic() - began, 3)
+    return Row(
+        layout=case["name"],
+        parallel=case["parallel"],
+        model=model_name,
+        dtype=trace.dtype,
+        ok=verdict.first is None,
+        errors=verdict.errors,
+        tolerance=tolerance,
+        first=verdict.first,
+        notes=notes,
+        wall_s=wall_s,
+    )
+
+
+def _refused(case: Mapping[str, Any], model_name: str, dtype: str, why: str) -> Row:
+    return Row(case["name"], case["parallel"], model_name, dtype, None, {}, 0.0, refused=why)
+
+
+def _write_reference(directory: Path, job: Job, plan: Plan, dtype: str, steps: list[list[Batch]]) -> str:
+    """Write it, or return why there is none: what the module does in one process is no layout's fault."""
+
+    def build() -> nn.Module:
+        return build_untouched(job, plan, dtype, materialize=True)[0]
+
+    loss_sum = _loss_sum(job, plan)
+    try:
+        with _repeatable():
+            seen = probe(build, loss_sum, steps[0][0])
+            module, updated = build(), None
+            alone = train_alone(module, loss_sum, steps, clip=CLIP, move=MOVE)
+            if dtype == "float64" and not seen.narrows:  # else the root of a small second moment has few digits
+                other = build()
+                optimizer = build_optimizer(other, job.optim)
+                updated = (other, train_alone(other, loss_sum, steps, clip=CLIP, move=MOVE, optimizer=optimizer))
+            write_trace(directory, dtype, module, seen, alone, updated=updated)
+    except Exception as error:
+        traceback.print_exc()  # in the rank's log
+        return described_failure(error, dtype)
+    return ""
+
+
+def _loss_sum(job: Job, plan: Plan) -> LossSum:
+    """The textbook's loss for models of tokens, which train with a chunked one; or the user's own, or the model's."""
+    is_textbook = job.model.objective is None and not plan.model_shape.reads_images
+    objective = build_objective(job)
+
+    def loss_sum(module: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        extras = taken(inspect.signature(module.forward).parameters, batch)
+        args = (batch["inputs"],) if "inputs" in batch else ()
+        outputs = module(*args, **extras)
+        can_read = isinstance(outputs, torch.Tensor | CausalOutput)  # else the objective says what it wants
+        return (plain_cross_entropy if is_textbook and can_read else objective)(outputs, batch)
+
+    return loss_sum
+
+
+@contextmanager
+def _repeatable() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1 if os.environ.get("RANK") else threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,106 @@
+"""The reference: the untouched module in one process, in a plain loop. Knows no layouts, imports torch alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+Batch = Mapping[str, torch.Tensor]
+LossSum = Callable[[nn.Module, Batch], tuple[torch.Tensor, torch.Tensor]]
+"""(sum of the losses of a batch's targets, how many they are)."""
+
+
+@dataclass(frozen=True)
+class AloneStep:
+    """One step: loss per target; `grad_norm` and `gradients` before clipping, None where a parameter had no part."""
+
+    loss: float
+    num_targets: int
+    grad_norm: float
+    max_norm: float | None
+    lr: float
+    gradients: dict[str, torch.Tensor | None]
+
+
+def train_alone(
+    module: nn.Module,
+    loss_sum: LossSum,
+    steps: Sequence[Sequence[Batch]],
+    *,
+    clip: float,
+    move: float,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Iterator[AloneStep]:
+    """Plain gradient descent over `steps`, each a list of microbatches; yields when a step's gradients are there.
+
+    Or the steps of an `optimizer` over the module's parameters, without clipping.
+
+    From the second step on (the only one, if there is one) gradients are clipped to `clip` x their norm, so that
+    clipping is active. The learning rate
+    moves the weights by `move` of their norm in the first step. A tied tensor has its first name.
+    """
+    lr = 0.0
+    for number, microbatches in enumerate(steps):
+        module.zero_grad()
+        loss, count = 0.0, 0
+        for batch in microbatches:
+            total, targets = loss_sum(module, batch)
+            total.backward()
+            loss, count = loss + total.item(), count + int(targets)
+        if not count:
+            raise ArithmeticError(f"step {number + 1} has no target")
+        named = dict(module.named_parameters())
+        for parameter in named.values():
+            if parameter.grad is not None:
+                parameter.grad /= count
+        gradients = {name: p.grad for name, p in named.items()}
+        norm = sum(g.double().square().sum().item() for g in gradients.values() if g is not None) ** 0.5
+        if not 0 < norm < math.inf or not abs(loss) < math.inf:
+            raise ArithmeticError(
+                f"in step {number + 1} the loss is {loss / count:g} and the gradient norm {norm:g}: no reference"
+            )
+        if number == 0:
+            size = sum(p.detach().double().square().sum().item() for p in named.values()) ** 0.5
+            lr = move * size / norm
+        clips = optimizer is None and (number > 0 or len(steps) == 1)
+        max_norm = clip * norm if clips else None
+        yield AloneStep(loss / count, count, norm, max_norm, lr, gradients)
+        if optimizer is not None:
+            optimizer.step()
+            continue
+        with torch.no_grad():
+            for parameter in named.values():
+                if parameter.grad is not None:
+                    parameter -= lr * (1.0 if max_norm is None else max_norm / norm) * parameter.grad
+
+
+def plain_cross_entropy(outputs: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of causal models as the textbook has it: logits whole, from logits or from (hidden, head's weight)."""
+    logits = outputs if isinstance(outputs, torch.Tensor) else outputs[0] @ outputs[1].T
+    targets = batch["targets"]
+    total = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=-100, reduction="sum")
+    return total, (targets != -100).sum()
+
+
+def forward_order(module: nn.Module, call: Callable[[], Any]) -> list[str]:
+    """Names of the parameters in the order in which a forward reaches the modules that hold them; the rest follows."""
+    order: list[str] = []
+    hooks = []
+    for prefix, part in module.named_modules():
+        own = [f"{prefix}.{name}" if prefix else name for name, _ in part.named_parameters(recurse=False)]
+        if own:
+            hooks.append(part.register_forward_pre_hook(lambda *_, own=own: order.extend(own)))
+    try:
+        call()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    names = [name for name, _ in module.named_parameters()]
+    reached = dict.fromkeys(name for name in order if name in set(names))
+    return [*reached, *(name for name in names if name not in reached)]

@@ -1,0 +1,53 @@
+"""What is said of one layout. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+ROWS = "rows.jsonl"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first thing that differs. `rank` is where most of the error is; `ranks` are all that see one."""
+
+    what: str  # "initial weight" | "loss" | "gradient norm" | "gradient" | "weight" | ...
+    name: str
+    step: int
+    error: float
+    rank: int
+    ranks: tuple[int, ...]
+    held: str
+    cause: str
+
+    def __str__(self) -> str:
+        name = f" {self.name}" if self.name else ""
+        when = f" in step {self.step + 1}" if self.what not in ("initial weight", "weight", "update") else ""
+        where = ""
+        if self.name:
+            more = f" and {len(self.ranks) - 1} more" if len(self.ranks) > 1 else ""
+            where = f", on rank {self.rank}{more} ({self.held})"
+        return f"{self.what}{name} is off by {self.error:.1e}{when}{where}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layout of one model in one type. `refused` says why nothing was run."""
+
+    layout: str
+    parallel: Mapping[str, Any]
+    model: str
+    dtype: str
+    ok: bool | None
+    errors: Mapping[str, float]
+    tolerance: float
+    first: Difference | None = None
+    refused: str = ""
+    crashed: str = ""
+    notes: tuple[str, ...] = ()
+    wall_s: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"first": asdict(self.first) | {"text": str(self.first)} if self.first else None}

@@ -1,0 +1,94 @@
+"""What the reference computed, on disk: written once by one process, read by every rank of every layout.
+
+DIRECTORY/trace.json says losses, norms and the size of each tensor; initial, step-K, final and buffers .safetensors
+hold the tensors by their names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from phalanx.verify.reference import AloneStep
+from phalanx.verify.trace_facts import BUFFERS, FINAL, INITIAL, TRACE, UPDATED, Trace, TraceStep, gradients_of
+from phalanx.verify.untouched import Probe
+
+
+class TraceReader:
+    """The tensors of a trace, by slices; a file is open while its set is asked for."""
+
+    def __init__(self, trace: Trace, kind: str) -> None:
+        self._path = trace.directory / f"{kind}.safetensors"
+
+    def __enter__(self) -> TraceReader:
+        self._file: Any = safe_open(self._path, framework="pt")  # type: ignore[no-untyped-call]
+        self._file.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.__exit__(*error)
+
+    def block(self, name: str, offset: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
+        """The elements [offset, offset + size) of a tensor."""
+        if not size:
+            return self._file.get_tensor(name)
+        places = tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
+        return self._file.get_slice(name)[places]
+
+
+def write_trace(
+    directory: Path,
+    dtype: str,
+    module: nn.Module,
+    seen: Probe,
+    steps: Iterable[AloneStep],
+    *,
+    updated: tuple[nn.Module, Iterable[AloneStep]] | None = None,
+) -> None:
+    """Run `steps`, which change `module`, and keep all that they show. Atomic enough: trace.json is written last."""
+    directory.mkdir(parents=True, exist_ok=True)  # a group that crashed may have begun
+    sizes = {INITIAL: _save(directory / INITIAL, dict(module.named_parameters()))}
+    kept, lr = [], 0.0
+    for number, step in enumerate(steps):
+        lr = step.lr
+        zeros = {name: torch.zeros_like(p) for name, p in module.named_parameters() if step.gradients[name] is None}
+        found = {name: gradient for name, gradient in step.gradients.items() if gradient is not None} | zeros
+        sizes[gradients_of(number)] = _save(directory / gradients_of(number), found)
+        kept.append(TraceStep(step.loss, step.num_targets, step.grad_norm, step.max_norm))
+    sizes[FINAL] = _save(directory / FINAL, dict(module.named_parameters()))
+    buffers = _persistent_buffers(module)
+    if buffers:
+        sizes[BUFFERS] = _save(directory / BUFFERS, buffers)
+    if updated is not None:
+        sizes[UPDATED] = _run_and_save(directory, *updated)
+    body = {"dtype": dtype, "lr": lr, "steps": [asdict(step) for step in kept], "sizes": sizes, **asdict(seen)}
+    (directory / TRACE).write_text(json.dumps(body))
+
+
+def _persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """What a checkpoint keeps of them: running statistics, counters."""
+    kept = set(module.state_dict(keep_vars=True))
+    return {name: buffer for name, buffer in module.named_buffers() if name in kept and buffer.numel()}
+
+
+def _run_and_save(directory: Path, module: nn.Module, steps: Iterable[AloneStep]) -> dict[str, float]:
+    """Run `steps` to their end and keep the weights; how far each moved."""
+    before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    for _ in steps:
+        pass
+    _save(directory / UPDATED, dict(module.named_parameters()))
+    return {name: (p.detach() - before[name]).double().norm().item() for name, p in module.named_parameters()}
+
+
+def _save(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    plain = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    save_file(plain, path.with_suffix(".safetensors"))
+    return {name: tensor.double().norm().item() for name, tensor in plain.items()}

@@ -1,0 +1,84 @@
+"""What is known of a trace without its tensors: losses, norms, the size of each tensor. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+GRADIENTS = "step-"
+ROUNDING_64, ROUNDING_32 = 1e-10, 1e-5  # of a usual tensor: a gradient this small is zero but for rounding
+
+INITIAL, FINAL = "initial", "final"
+UPDATED = "updated"  # weights after the job's own optimizer; sizes are how far they moved
+BUFFERS = "buffers"  # persistent ones, after the steps
+TRACE = "trace.json"
+
+
+def gradients_of(step: int) -> str:
+    """The name of the tensors of a step, counted from 0."""
+    return f"{GRADIENTS}{step}"
+
+
+@dataclass(frozen=True)
+class TraceStep:
+    loss: float
+    num_targets: int
+    grad_norm: float
+    max_norm: float | None
+
+
+@dataclass(frozen=True)
+class Trace:
+    """`sizes`: set -> name -> norm of the tensor; `order`: parameters as a forward meets them.
+
+    `narrows` and `mixes_rows` are what verify/untouched.py saw of the module.
+    """
+
+    directory: Path
+    dtype: str
+    lr: float
+    steps: tuple[TraceStep, ...]
+    order: tuple[str, ...]
+    sizes: Mapping[str, Mapping[str, float]]
+    narrows: bool = False
+    mixes_rows: bool = False
+
+    def scale(self, kind: str, name: str) -> float:
+        """What an error of the tensor is relative to: its own size, or a thousandth of a usual one's if that is more.
+
+        What is nothing but the rounding of larger numbers (the gradient of a bias before BatchNorm) has no digits of
+        its own: its error is relative to a usual tensor's size.
+        """
+        usual = self._usual(kind)
+        return usual if self._is_rounding(kind, name) else max(self.sizes[kind][name], 1e-3 * usual)
+
+    def never_moved_by_more_than_rounding(self, name: str) -> bool:
+        """True if the tensor's gradient is rounding in some step, and neither more nor exactly zero in any."""
+        kinds = [gradients_of(step) for step in range(len(self.steps))]
+        return all(self._is_rounding(kind, name) or not self.sizes[kind][name] for kind in kinds) and any(
+            self.sizes[kind][name] for kind in kinds
+        )
+
+    def has_no_gradient(self, name: str) -> bool:
+        """In one process: it is frozen, or has no part in the loss."""
+        return not any(self.sizes[gradients_of(step)][name] for step in range(len(self.steps)))
+
+    def _usual(self, kind: str) -> float:
+        sizes = self.sizes[kind]
+        return math.sqrt(sum(size**2 for size in sizes.values()) / len(sizes))
+
+    def _is_rounding(self, kind: str, name: str) -> bool:
+        if not kind.startswith(GRADIENTS):
+            return False
+        narrow = self.narrows or self.dtype == "float32"
+        return 0 < self.sizes[kind][name] <= (ROUNDING_32 if narrow else ROUNDING_64) * self._usual(kind)
+
+
+def read_trace(directory: Path) -> Trace:
+    body = json.loads((directory / TRACE).read_text())
+    steps = tuple(TraceStep(**step) for step in body["steps"])
+    order, narrows, mixes_rows = tuple(body["order"]), body["narrows"], body["mixes_rows"]
+    return Trace(directory, body["dtype"], body["lr"], steps, order, body["sizes"], narrows, mixes_rows)

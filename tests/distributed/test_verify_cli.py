@@ -1,0 +1,150 @@
+"""`phalanx verify` as a person calls it: rows, exit codes, JSON, refusals, and modules that are not right."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from commands import run, run_all
+
+OWN = """
+import os
+
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self, by_rank, dropout, crash):
+        super().__init__()
+        self.embed = nn.Embedding(256, 16)
+        self.drop = nn.Dropout(dropout)
+        self.head = nn.Linear(16, 256)
+        self.by_rank, self.crash = by_rank, crash
+
+    def forward(self, tokens):
+        hidden = self.drop(self.embed(tokens))
+        rank = int(os.environ.get("RANK", "0"))
+        if self.crash and rank == 1 and self.training and not hasattr(self, "ran"):
+            os._exit(17)
+        return self.head(hidden * (1 + 0.5 * rank * self.by_rank))
+
+
+def build(by_rank=0, dropout=0.0, crash=0):
+    return Model(by_rank, dropout, crash)
+"""
+
+
+def own(folder: Path) -> None:
+    (folder / "own.py").write_text(OWN)
+
+
+def rows_of(output: str) -> list[dict[str, object]]:
+    return [json.loads(line) for line in output.splitlines()]
+
+
+def test_the_default_job_is_equal_and_says_so(tmp_path: Path) -> None:
+    done = run("verify", "--shrink", "--ranks", "2", "--layouts", "all", cwd=tmp_path)
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    assert lines[0].startswith("shrunk  num_layers 4 -> 2")
+    assert [line.split()[:3] for line in lines if line.startswith("equal")] == [
+        ["equal", layout, dtype] for dtype in ("float64", "float32") for layout in ("ddp", "zero2", "zero3")
+    ]
+    assert lines[-1] == "verdict 6 of 6 rows equal the reference"
+    assert list(tmp_path.iterdir()) == []  # nothing is left behind
+
+
+def test_a_module_that_computes_something_else_per_rank_is_exit_11_and_named(tmp_path: Path) -> None:
+    own(tmp_path)
+    done = run("verify", "model.kind=own:build", "model.args={by_rank = 1}", "--ranks", "2", "--json", cwd=tmp_path)
+    assert done.code == 11, done.err
+    rows = rows_of(done.out)
+    assert {row["dtype"] for row in rows} == {"float64", "float32"}
+    for row in rows:
+        assert set(row) >= {"schema", "layout", "model", "ok", "errors", "first"}
+        assert (row["ok"], row["model"], row["first"]["what"]) == (False, "own:build", "loss")  # type: ignore[index]
+
+
+def test_dropout_is_switched_off_and_said(tmp_path: Path) -> None:
+    own(tmp_path)
+    done = run("verify", "model.kind=own:build", "model.args={dropout = 0.5}", "--ranks", "2", cwd=tmp_path)
+    assert done.code == 0, done.out
+    assert "1 dropout layer" in done.out
+
+
+def test_a_crash_is_a_row_and_exit_11(tmp_path: Path) -> None:
+    own(tmp_path)
+    done = run("verify", "model.kind=own:build", "model.args={crash = 1}", "--ranks", "2", "--json", cwd=tmp_path)
+    assert done.code == 11
+    rows = rows_of(done.out)
+    assert [row["ok"] for row in rows] == [False, False]
+    assert "17" in str(rows[0]["crashed"])
+
+
+def test_refusals(tmp_path: Path) -> None:
+    """A layout that was asked for and cannot be is exit 3; among all it is a row and no error."""
+    cases = {
+        ("--ranks", "4", "parallel.dp_shard=3"): (3, "nearest: 2 or 4"),
+        ("--model", "llama3-8b"): (3, "--shrink"),
+        ("--model", "llama3-9b"): (3, "llama3-8b"),
+        ("--layouts", "some"): (2, "asked (the job's own layout) or all"),
+        ("--model", "own:build", "--shrink"): (3, "smaller model.args"),
+    }
+    for arguments, (code, text) in cases.items():
+        done = run("verify", *arguments, cwd=tmp_path)
+        assert (done.code, text in done.out + done.err) == (code, True), (arguments, done.err)
+        assert "Traceback" not in done.err
+
+
+ODD = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Odd(nn.Module):
+    def __init__(self, draws=False, rounds=False, names=False):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(256, 16, padding_idx=0), nn.Linear(16, 256)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(2))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.draws, self.rounds, self.names = draws, rounds, names
+
+    def forward(self, tokens):
+        self.calls += 1
+        hidden = self.frozen(self.embed(tokens)) * (1 + 0.1 * self.calls)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        if self.draws:
+            hidden = F.dropout(hidden, 0.1, self.training)
+        logits = self.head(hidden.float() if self.rounds else hidden).float()
+        return {"logits": logits} if self.names else logits
+"""
+JUDGE_ODD = ("model.kind=odd:Odd", "data.seq_len=16", "--json")
+
+
+def test_a_module_with_all_kinds_of_things_in_it_is_no_alarm(tmp_path: Path) -> None:
+    """Dropout inside attention, a buffer that each forward moves, frozen weights, logits rounded to float32."""
+    (tmp_path / "odd.py").write_text(ODD)
+    done = run("verify", *JUDGE_ODD, "--ranks", "2", "--layouts", "all", cwd=tmp_path)
+    rows = rows_of(done.out)
+    assert (done.code, len(rows), [row["first"] for row in rows if not row["ok"]]) == (0, 6, [])
+    assert "fewer digits than float64" in str(rows[0]["notes"])
+    assert "8 dropout layers" in str(rows[0]["notes"])
+
+
+def test_a_module_that_alone_cannot_be_judged_is_refused_and_no_layout_is_blamed(tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_text(ODD)
+    cases = {
+        "draws = true": (3, "the forward of Odd draws random numbers"),
+        "rounds = true": (0, "float64: RuntimeError"),  # and equal in float32
+        "names = true": (3, "returned dict"),
+    }
+    commands = [("verify", *JUDGE_ODD, "--ranks", "1", f"model.args={{{args}}}") for args in cases]
+    for done, (args, (code, words)) in zip(run_all(commands, tmp_path), cases.items(), strict=True):
+        rows = rows_of(done.out)
+        assert (done.code, done.err) == (code, ""), (args, rows)
+        assert {row["ok"] for row in rows} == ({None, True} if code == 0 else {None})
+        assert words in str(rows[0]["refused"])

@@ -1,0 +1,246 @@
+"""The judge by itself: its reference, its sums, its words."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import phalanx.verify.reference as reference
+from models import CPU
+from phalanx.core.errors import LayoutError
+from phalanx.job.schema import Job
+from phalanx.verify.cases import all_layouts, judged_job, make_cases, shrunk
+from phalanx.verify.trace_facts import BUFFERS, FINAL, INITIAL, UPDATED, Trace, TraceStep, gradients_of
+from phalanx.verify.verdict import Judge, covers_evenly
+
+
+def test_the_reference_imports_torch_alone() -> None:
+    """Else it could share a mistake with what it judges."""
+    tree = ast.parse(Path(reference.__file__).read_text())
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    allowed = {"torch", "torch.nn.functional", "__future__", "math", "collections.abc", "dataclasses", "typing"}
+    assert imported <= allowed
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6, 8])
+def test_all_layouts_are_of_all_ranks_and_have_plans(num_ranks: int) -> None:
+    job = judged_job(Job(), num_ranks)
+    cases = make_cases(job, list(all_layouts(num_ranks)), num_ranks=num_ranks, cluster=CPU, shape=None)
+    assert len({case.name for case in cases}) == len(cases)
+    for case in cases:
+        assert case.plan is not None, case.refused
+        assert case.plan.world_size == num_ranks
+        assert case.plan.num_microbatches == 2
+        assert {axis: getattr(case.plan.layout, axis) for axis in case.parallel if axis != "zero_stage"} == {
+            axis: degree for axis, degree in case.parallel.items() if axis != "zero_stage"
+        }
+
+
+def test_a_refused_layout_says_why() -> None:
+    job = judged_job(Job(), 4)
+    cases = make_cases(job, [("bad", {"dp_shard": 3})], num_ranks=4, cluster=CPU, shape=None)
+    assert cases[0].plan is None
+    assert "3" in cases[0].refused
+
+
+@pytest.mark.parametrize("preset", ["llama3-8b", "gpt2-xl", "qwen3-8b", "gemma3-1b", "mistral-7b", "vit-l16"])
+def test_shrunk_models_keep_their_style(preset: str) -> None:
+    from phalanx.job.model import shape_of
+
+    job = Job.model_validate({"model": {"preset": preset}})
+    small, said = shrunk(job)
+    before, after = shape_of(job, 256), shape_of(small, 256)
+    assert after.num_params < 200_000 < before.num_params
+    kept = ("kind", "activation", "norm", "bias", "qk_norm", "positions", "tie_embeddings", "post_norms")
+    assert [getattr(after, key) for key in kept] == [getattr(before, key) for key in kept]
+    assert (after.num_heads > after.num_kv_heads) == (before.num_heads > before.num_kv_heads)
+    assert f"num_layers {before.num_layers} -> {after.num_layers}" in said
+
+
+def test_a_users_own_model_is_not_shrunk() -> None:
+    with pytest.raises(LayoutError, match="built-in"):
+        shrunk(Job.model_validate({"model": {"kind": "mine:build"}}))
+
+
+# The sums, on a trace of two tensors made by hand
+
+SIZES = {"a": 2.0, "b": 1.0}
+TRACE = Trace(
+    Path("."),
+    "float64",
+    0.1,
+    (TraceStep(3.0, 10, 5.0**0.5, None),),
+    ("b", "a"),
+    dict.fromkeys((INITIAL, gradients_of(0), FINAL), SIZES),
+)
+
+
+def saw(**changes: Any) -> dict[str, Any]:
+    """What one rank of two (replicas) saw, all right unless `changes` say otherwise."""
+    right = {name: (0.0, size**2, size**2, size**2) for name, size in SIZES.items()}
+    seen: dict[str, Any] = {
+        "losses": [3.0],
+        "norms": [5.0**0.5],
+        "num_targets": [10],
+        "local_means": [[2.0, 4.5]],
+        "tensors": {kind: dict(right) for kind in (INITIAL, gradients_of(0), FINAL)},
+        "held": {"a": "whole", "b": "whole"},
+        "boxes": {"a": [[[0], [4]]], "b": [[[0], [1]]]},
+        "unknown": [],
+        "absent": [],
+    }
+    for kind, tensors in changes.pop("tensors", {}).items():
+        seen["tensors"][kind] |= tensors
+    return seen | changes
+
+
+def first_of(*seen: dict[str, Any]) -> Any:
+    return Judge(TRACE, seen, tolerance=1e-10, data_parallel_size=len(seen)).verdict().first
+
+
+def test_equal_is_equal() -> None:
+    verdict = Judge(TRACE, [saw(), saw()], tolerance=1e-10, data_parallel_size=2).verdict()
+    assert verdict.first is None
+    assert max(verdict.errors.values()) == 0
+
+
+def test_the_first_tensor_is_the_first_that_a_forward_meets() -> None:
+    off = {"a": (0.01, 4.0, 4.0, 4.0), "b": (0.01, 1.0, 1.0, 1.0)}
+    first = first_of(saw(tensors={gradients_of(0): off}), saw())
+    assert (first.what, first.name, first.rank, first.ranks) == ("gradient", "b", 0, (0,))
+    assert first.error == pytest.approx(0.1)
+
+
+def test_initial_weights_come_before_losses_and_losses_before_gradients() -> None:
+    off = {"a": (1.0, 4.0, 4.0, 4.0)}
+    assert first_of(saw(losses=[3.1], tensors={gradients_of(0): off})).what == "loss"
+    assert first_of(saw(losses=[3.1], tensors={INITIAL: off})).what == "initial weight"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_not_a_number_is_never_equal(value: float) -> None:
+    assert first_of(saw(losses=[value]), saw()).what == "loss"
+    assert first_of(saw(tensors={FINAL: {"a": (value, value, value, 4.0)}}), saw()).what == "weight"
+    errors = Judge(TRACE, [saw(norms=[value])], tolerance=1e-10, data_parallel_size=1).verdict().errors
+    assert errors["norm"] == math.inf
+
+
+def test_parts_that_do_not_make_the_tensor_are_found_though_each_is_right() -> None:
+    half = {kind: {"a": (0.0, 1.0, 1.0, 1.0)} for kind in (INITIAL, gradients_of(0), FINAL)}
+    first = first_of(saw(tensors=half), saw(tensors=half))
+    assert "do not make the tensor" in first.cause
+
+
+def test_a_tensor_that_no_rank_has_is_found() -> None:
+    assert first_of(saw(absent=["a"]), saw(absent=["a"])).name == "a"
+    assert first_of(saw(absent=["a"]), saw()) is None or "do not make" in first_of(saw(absent=["a"]), saw()).cause
+
+
+def test_a_loss_that_was_not_reduced_is_called_so() -> None:
+    mine = saw(losses=[2.0], local_means=[[2.0, 2.0]])
+    other = saw(losses=[4.0], local_means=[[4.0, 4.0]])
+    assert "not reduced" in first_of(mine, other).cause
+
+
+HALF_A, HALF_B, LATE = ((0,), (2,)), ((2,), (2,)), ((1,), (2,))
+
+
+@pytest.mark.parametrize(
+    ("boxes", "even"),
+    [
+        ([[HALF_A], [HALF_B]], True),
+        ([[HALF_A, HALF_B], [HALF_B], [HALF_A]], True),
+        ([[HALF_A], [LATE]], False),  # a border in the wrong place
+        ([[HALF_A], [HALF_B], [HALF_A]], False),  # a replica of one part alone
+        ([[((), ())], [((), ())]], True),  # a scalar, twice
+    ],
+)
+def test_parts_of_ranks_make_a_whole_or_not(boxes: Any, even: bool) -> None:
+    assert covers_evenly(boxes) is even
+
+
+def test_parts_that_overlap_are_found_though_they_look_alike() -> None:
+    """All ones: no sum of squares tells one half from the other."""
+    first = first_of(saw(boxes={"a": [[[0], [3]]]}), saw(boxes={"a": [[[2], [2]]]}))
+    assert (first.what, first.name) == ("initial weight", "a")
+    assert "do not make the tensor" in first.cause
+
+
+def traced(**changes: Any) -> Trace:
+    return dataclasses.replace(TRACE, **changes)
+
+
+def test_a_gradient_that_is_rounding_has_the_scale_of_a_usual_one() -> None:
+    """A bias before BatchNorm: its true gradient is zero, and each layout rounds it otherwise."""
+    sizes = {"a": 2.0, "b": 1e-12}
+    trace = traced(sizes=dict.fromkeys((INITIAL, gradients_of(0), FINAL, UPDATED), sizes))
+    assert trace.scale(gradients_of(0), "b") == pytest.approx(2.0 / 2**0.5)
+    assert trace.scale(INITIAL, "b") == pytest.approx(1e-3 * 2.0 / 2**0.5)
+    right = {"a": (0.0, 4.0, 4.0, 4.0), "b": (1e-24, 1e-24, 0.0, 1e-24)}
+    seen = saw(tensors={gradients_of(0): right, INITIAL: {"b": (0, 1e-24, 1e-24, 1e-24)}})
+    seen["tensors"][FINAL] = seen["tensors"][INITIAL]
+    moved = seen["tensors"] | {UPDATED: {"a": (0.0, 4.0, 4.0, 4.0), "b": (1.0, 1.0, 0.0, 1e-24)}}
+    assert Judge(trace, [seen | {"tensors": moved}], tolerance=1e-10, data_parallel_size=1).verdict().first is None
+
+
+def test_a_frozen_tensor_that_an_optimizer_moves_is_found() -> None:
+    sizes = {"a": 2.0, "b": 0.0}
+    trace = traced(sizes={INITIAL: SIZES, gradients_of(0): sizes, FINAL: SIZES, UPDATED: sizes})
+    seen = saw(tensors={gradients_of(0): {"b": (0.0, 0.0, 0.0, 0.0)}})
+    seen["tensors"][UPDATED] = {"a": (0.0, 4.0, 4.0, 4.0), "b": (0.01, 1.0, 1.0, 1.0)}
+    first = Judge(trace, [seen], tolerance=1e-10, data_parallel_size=1).verdict().first
+    assert first is not None
+    assert (first.what, first.name, "freeze it" in first.cause) == ("update", "b", True)
+
+
+def test_buffers_are_compared_after_the_weights() -> None:
+    trace = traced(sizes={**TRACE.sizes, BUFFERS: {"running": 3.0}})
+    boxes = {"a": [[[0], [4]]], "b": [[[0], [1]]], "running": [[[0], [9]]]}
+    seen = saw(boxes=boxes)
+    for error, what in ((0.0, None), (0.09, "buffer")):
+        seen["tensors"][BUFFERS] = {"running": (error, 9.0, 9.0, 9.0)}
+        verdict = Judge(trace, [seen], tolerance=1e-10, data_parallel_size=1).verdict()
+        assert (verdict.first and verdict.first.what) == what
+        assert verdict.errors["buffer"] == pytest.approx(error**0.5 / 3)
+
+
+def norm_cause(found: float) -> str:
+    return str(first_of(saw(norms=[found]), saw(norms=[found])).cause)
+
+
+def test_causes_of_a_norm() -> None:
+    assert "replicas" in norm_cause(10.0**0.5)
+    assert norm_cause(9.0**0.5) == "the gradient of a is counted twice"
+    assert norm_cause(1.0) == "the gradient of a is left out"
+    assert norm_cause(math.nan) == "it is not a finite number"
+
+
+@pytest.mark.parametrize(
+    ("factor", "clips", "words"),
+    [
+        (2.0, False, "summed"),
+        (0.5, False, "once too often"),
+        (0.3, True, "clipped twice"),
+        (1 / 0.3, True, "not clipped"),
+    ],
+)
+def test_causes_of_a_factor(factor: float, clips: bool, words: str) -> None:
+    steps = (TraceStep(3.0, 10, 5.0**0.5, 0.3 * 5.0**0.5 if clips else None),)
+    off = {n: (s**2 * (factor - 1) ** 2, s**2 * factor**2, s**2 * factor, s**2) for n, s in SIZES.items()}
+    seen = saw(tensors={gradients_of(0): off})
+    first = Judge(traced(steps=steps), [seen, seen], tolerance=1e-10, data_parallel_size=2).verdict().first
+    assert first is not None
+    assert words in first.cause
+
+
+def test_an_error_of_the_size_of_a_narrower_type_is_called_so() -> None:
+    for error, narrow in ((4e-8, "float32"), (2e-3, "bfloat16")):
+        off = {name: (error**2 * size**2 / 2, size**2, size**2, size**2) for name, size in SIZES.items()}
+        first = first_of(saw(tensors={gradients_of(0): off}), saw(tensors={gradients_of(0): off}))
+        assert narrow in first.cause
