@@ -11,7 +11,12 @@ def main() -> None:
         sys.exit(6)
     from phalanx.cli._app import run
 
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    if "torch" in sys.modules:  # a rank of another launcher; no other command imports torch
+        from phalanx.launch.rank import leave
+
+        leave(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

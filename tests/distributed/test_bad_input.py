@@ -197,7 +197,7 @@ def test_two_job_files(home: Home) -> None:
 
 UNBUILDABLE = {
     "user_code_broken:build": "RuntimeError: this module does not import",
-    "user_code:breaks_in_factory": "ValueError: the factory's own mistake",
+    "user_code:breaks_in_factory": "(user_code.py:44: ValueError: the factory's own mistake)",
     "user_code:no_module": "returned dict, not an nn.Module",
 }
 FAILING = ("user_code:breaks_in_forward", "user_code:breaks_on_real_weights")
@@ -215,7 +215,10 @@ def user_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[st
     commands = [[*job, f"model.kind={kind}", f"run.dir=runs/{number}"] for number, kind in enumerate(kinds)]
     good = ["model.kind=user_code:bigram", "model.objective=user_code:squared_error", "run.dir=runs/good"]
     commands.append([*job, *good])
-    return folder, dict(zip([*kinds, "good"], run_all(commands, folder), strict=True))
+    masked = ["model.kind=user_code:bigram", "data.document_masks=true", "run.dir=runs/masked"]
+    refused = [masked, ["model.kind=user_code:total", "run.dir=runs/total"]]
+    commands += [[*job, *overrides] for overrides in refused]
+    return folder, dict(zip([*kinds, "good", "masked", "total"], run_all(commands, folder), strict=True))
 
 
 @pytest.mark.parametrize("kind", UNBUILDABLE)
@@ -225,6 +228,25 @@ def test_a_model_that_cannot_be_built(user_models: tuple[Path, dict[str, Done]],
     assert UNBUILDABLE[kind] in done[kind].problem
     assert kind in done[kind].problem
     assert not (folder / "runs" / str(list(UNBUILDABLE).index(kind))).exists()
+
+
+def test_documents_are_not_kept_apart_by_a_forward_that_does_not_name_them(
+    user_models: tuple[Path, dict[str, Done]],
+) -> None:
+    folder, done = user_models
+    assert done["masked"].code == 3
+    assert "'user_code:bigram' cannot keep documents apart" in done["masked"].problem
+    assert "train:" not in done["masked"].out  # no rank was started for it
+    assert not (folder / "runs" / "masked").exists()
+
+
+def test_what_the_ranks_refuse_in_the_first_step_leaves_no_run(user_models: tuple[Path, dict[str, Done]]) -> None:
+    """The same command can start again when it is mended."""
+    folder, done = user_models
+    assert done["total"].code == 3
+    assert "the model returned a tensor [], which the built-in objective cannot read" in done["total"].problem
+    assert "train:" in done["total"].out
+    assert not (folder / "runs" / "total").exists()
 
 
 def test_a_model_that_fails_in_its_forward(user_models: tuple[Path, dict[str, Done]]) -> None:

@@ -201,9 +201,9 @@ class TestVerdict:
 
 
 class TestRestartPolicy:
-    def failure(self, step: int, signature: str = "killed by SIGKILL") -> Failure:
+    def failure(self, step: int, signature: str = "killed by SIGKILL", cause: str = "signal") -> Failure:
         summary = f"rank 1 {signature} at step {step}"
-        return Failure(1, "signal", step, "forward", summary, signature, summary, signature, 1, True, 0.0)
+        return Failure(1, cause, step, "forward", summary, signature, summary, signature, 1, True, 0.0)
 
     def test_the_budget_is_a_rate(self) -> None:
         policy = RestartPolicy(max_restarts=2, window_s=3600)
@@ -220,6 +220,13 @@ class TestRestartPolicy:
             policy.admit(self.failure(step), now_s=0)
         with pytest.raises(RestartBudgetError, match="deterministic failure at step 5"):
             policy.admit(self.failure(5), now_s=0)
+
+    def test_an_exception_of_the_same_words_at_the_same_step_is_tried_once_more(self) -> None:
+        policy = RestartPolicy(max_restarts=100, window_s=3600)
+        for step, words in ((5, "OSError: a"), (5, "OSError: b"), (6, "OSError: b")):
+            policy.admit(self.failure(step, words, "exception"), now_s=0)
+        with pytest.raises(RestartBudgetError, match="deterministic failure at step 6: OSError: b"):
+            policy.admit(self.failure(6, "OSError: b", "exception"), now_s=0)
 
     def test_no_restarts_at_all(self) -> None:
         with pytest.raises(RestartBudgetError):

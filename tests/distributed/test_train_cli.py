@@ -154,7 +154,7 @@ def test_the_seconds_of_a_step_are_accounted_for(house: House) -> None:
         assert isinstance(event, StepFinished)
         assert sum(event.phases_s.values()) + event.unaccounted_s == pytest.approx(event.step_s, abs=1e-4)
         assert {"data", "forward", "backward", "collective", "optimizer"} <= set(event.phases_s)
-        assert ("ckpt_write" in event.phases_s) == (event.step in (10, 20))
+        assert ("ckpt_stage" in event.phases_s) == (event.step in (10, 20))
 
 
 def test_checkpoints_hold_the_whole_state(house: House) -> None:
@@ -206,7 +206,8 @@ def test_evaluations_on_the_way_and_the_best_of_them(house: House) -> None:
     assert {e["step"]: e["loss"] for e in facts["evaluations"]} == told
     assert list(told) == [8, 16, 20]
     loss, step = min((loss, step) for step, loss in told.items())
-    assert facts["best"] == {"step": step, "loss": loss, "checkpoint": f"checkpoints/step-{step}"}
+    place = f"checkpoints/step-{step}"
+    assert facts["best"] == {"step": step, "loss": loss, "metric": "loss", "value": loss, "checkpoint": place}
     assert (run_dir / facts["best"]["checkpoint"] / "manifest.json").is_file()
     (last,) = (e.event.loss for e in events(house.dir("ddp"), EvalFinished))
     assert told[20] == pytest.approx(last, rel=1e-5)  # of the same run without any of this

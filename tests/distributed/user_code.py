@@ -41,7 +41,7 @@ def breaks_in_forward(vocab_size: int = 257) -> nn.Module:
 
 
 def breaks_in_factory() -> nn.Module:
-    raise ValueError("the factory's own mistake")
+    raise ValueError("the factory's own\nmistake")
 
 
 def breaks_on_real_weights() -> nn.Module:
@@ -85,6 +85,15 @@ class Slow(Bigram):
 
 def slow(vocab_size: int = 257) -> nn.Module:
     return Slow(vocab_size)
+
+
+class Total(Bigram):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs).sum()
+
+
+def total(vocab_size: int = 257) -> nn.Module:
+    return Total(vocab_size)
 
 
 def stand_still() -> None:

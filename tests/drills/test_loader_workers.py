@@ -42,8 +42,8 @@ def test_killed_and_frozen_workers_change_nothing(tmp_path: Path) -> None:
 
     replaced = events(tmp_path / "injured", LoaderWorkerReplaced)
     assert {envelope.rank: envelope.event.reason for envelope in replaced} == {
-        0: "worker 0 killed by SIGKILL",
-        1: "worker 0 silent for 1 s",
+        0: "worker 0 of rank 0 killed by SIGKILL",
+        1: "worker 0 of rank 1 silent for 1 s",
     }
     assert loss_curve(tmp_path / "injured") == loss_curve(tmp_path / "straight")
     assert len(loss_curve(tmp_path / "injured")) == STEPS

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -9,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from commands import TINY, write_text
+from commands import TINY, environment, run, write_text
 from phalanx.checkpoint.locks import hold_run_lock
+from phalanx.cli import _app
 from phalanx.cli._arguments import split_arguments
 from phalanx.cli._prepare import prepared_run
 from phalanx.cli._summary import summary_lines
-from phalanx.core.errors import DataError, ResourceError, RunLockedError, UsageError
+from phalanx.core.errors import DataError, ExitCode, LayoutError, ResourceError, RunLockedError, UsageError
 from phalanx.job.load import load_job
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import BaselineMeasured, EvalFinished, TextGenerated
@@ -122,3 +125,72 @@ def test_a_directory_that_was_there_stays(tmp_path: Path) -> None:
         with prepared_run(job, tmp_path, resume=False, num_ranks=None):
             pass
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+LEAKY = """
+import os
+def data(split):
+    raise ValueError("no https://u:pw@host/x?token=abcd with " + os.environ["MY_API_KEY"])
+def build():
+    import torch
+    return torch.nn.Linear(2, 2)
+"""
+
+
+def test_what_a_users_code_raises_shows_no_secrets(tmp_path: Path) -> None:
+    """Neither for people nor for programs."""
+    (tmp_path / "leaky.py").write_text(LEAKY)
+    job = ["model.kind=leaky:build", "data.source=leaky:data", "run.dir=run"]
+    done = run("train", "--json", *job, cwd=tmp_path, env=environment(MY_API_KEY="SEKRET-1234567"))
+    assert done.code == 4
+    assert "no https://u:***@host/x?token=*** with ***" in done.problem
+    assert json.loads(done.out)["what"] == "ValueError: no https://u:***@host/x?token=*** with ***"
+
+
+def test_an_exception_that_nobody_expected_is_a_traceback_without_secrets(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def breaks() -> None:
+        raise RuntimeError("it quotes SEKRET-1234567")
+
+    monkeypatch.setenv("MY_API_KEY", "SEKRET-1234567")
+    monkeypatch.setattr(_app, "build", breaks)
+    assert _app.run([]) == ExitCode.INTERNAL
+    said = capsys.readouterr().err
+    assert said.startswith("Traceback (most recent call last):")
+    assert said.endswith("RuntimeError: it quotes ***\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["data", "build", "--out", "x"], "phalanx: Missing argument 'INPUT...'; see phalanx data build --help"),
+        (["train", "--bogus"], "phalanx: No such option: --bogus; see phalanx train --help"),
+    ],
+)
+def test_a_mistake_on_the_command_line_leads_to_the_help_of_its_verb(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _app.run(arguments) == 2
+    assert capsys.readouterr().err == said + "\n"
+
+
+IMAGES = """
+import numpy as np
+def data(split, size):
+    picture = np.zeros((3, size, size), np.float32)
+    return [{"inputs": picture, "labels": 1}] * 8 if split == "train" else None
+"""
+
+
+def test_images_of_another_size_are_refused_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pictures.py").write_text(IMAGES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    model = ["model.preset=small-vit", "model.num_classes=2", "data.source=pictures:data"]
+    for size in (32, 64):
+        job = load_job(None, [*model, f"data.args={{ size = {size} }}", f"run.dir={tmp_path / 'run'}"])
+        refused = pytest.raises(LayoutError, match="images are 3 x 64 x 64 .* and the model takes 3 x 32 x 32")
+        with contextlib.nullcontext() if size == 32 else refused:
+            with prepared_run(job, tmp_path / "run", resume=False, num_ranks=1) as run:
+                run.forget()
+        assert not (tmp_path / "run").exists()

@@ -305,7 +305,10 @@ def test_an_error_at_any_operation(
             if not disk.failed.startswith("remove"):  # or something is left, which goes the next time
                 assert [entry for entry in hidden(run_dir / "checkpoints") if entry.endswith(".partial")] == [], number
                 assert hidden(run_dir) == []
+            seen = [folder.step for folder in LocalStore(run_dir / "checkpoints").folders()]
             found = newest(run_dir)
+            if case.prepare is not one_caught_while_replaced:  # it is there also before anybody has cleaned up
+                assert seen[-1:] == ([found[0]] if found else []), number
             assert found == case.new if ended_well else found in (case.old, case.new), number
             case.act(run_dir, Disk())
             assert newest(run_dir) == case.new

@@ -23,7 +23,7 @@ from tests.commands import write_text
 import phalanx.data.build as module
 from phalanx.core.errors import DataError, PhalanxError, ResourceError, RunLockedError
 from phalanx.data.build import STATE, BuildProgress, build_dataset
-from phalanx.data.dataset import Dataset, is_dataset, open_dataset, verify_dataset
+from phalanx.data.dataset import Dataset, is_dataset, open_dataset, verify_dataset, with_checksum
 from phalanx.data.shards import PAYLOAD_AT, ShardWriter
 from phalanx.data.spans import default_shard_bytes
 from phalanx.data.tokenizer import load_tokenizer
@@ -590,8 +590,9 @@ def test_a_flipped_bit_is_found_by_verifying(built: Path) -> None:
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"format": 2}', "null"])
 def test_a_dataset_json_that_is_not_one(built: Path, content: str) -> None:
     (built / "dataset.json").write_text(content)
-    with pytest.raises(DataError, match=r"dataset\.json"):
+    with pytest.raises(DataError, match=r"dataset\.json") as caught:
         open_dataset(built)
+    assert "Error" not in str(caught.value), "of Python's words none"
     assert len(list(verify_dataset(built))) == 1
 
 
@@ -610,17 +611,39 @@ def test_a_dataset_json_that_is_not_one(built: Path, content: str) -> None:
     ],
 )
 def test_a_dataset_json_with_a_value_that_cannot_be(built: Path, key: str, value: Any, said: str) -> None:
-    manifest = json.loads((built / "dataset.json").read_text()) | {key: value}
-    (built / "dataset.json").write_text(json.dumps(manifest))
+    edit_manifest(built, {key: value})
     with pytest.raises(DataError) as caught:
         open_dataset(built)
     assert said in str(caught.value)
 
 
-def test_a_dataset_json_that_reaches_outside(built: Path) -> None:
-    manifest = json.loads((built / "dataset.json").read_text())
-    manifest["shards"][0]["file"] = "../../secret"
+def edit_manifest(directory: Path, changed: dict[str, Any]) -> None:
+    """dataset.json with other values and the checksum of those."""
+    manifest = json.loads((directory / "dataset.json").read_text()) | changed
+    del manifest["checksum"]
+    (directory / "dataset.json").write_text(json.dumps(with_checksum(manifest)))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [({"end_of_document": 255}, "it was changed: its checksum is"), ({"checksum": None}, "and it says None")],
+)
+def test_a_dataset_json_that_was_edited_is_refused(built: Path, changed: dict[str, Any], said: str) -> None:
+    """Values that could be, too: another end of a document is another dataset."""
+    manifest = json.loads((built / "dataset.json").read_text()) | changed
     (built / "dataset.json").write_text(json.dumps(manifest))
+    with pytest.raises(DataError, match=said):
+        open_dataset(built)
+    assert [said in str(problem) for problem in verify_dataset(built)] == [True]
+    del manifest["checksum"]
+    (built / "dataset.json").write_text(json.dumps(manifest))
+    with pytest.raises(DataError, match="it has no checksum"):
+        open_dataset(built)
+
+
+def test_a_dataset_json_that_reaches_outside(built: Path) -> None:
+    shards = json.loads((built / "dataset.json").read_text())["shards"]
+    edit_manifest(built, {"shards": [shards[0] | {"file": "../../secret"}, *shards[1:]]})
     with pytest.raises(DataError, match="not a usable name"):
         open_dataset(built)
 

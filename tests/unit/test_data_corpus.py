@@ -367,6 +367,16 @@ def test_shards_and_data_tokenizer_that_do_not_match(shards: Path, out_dir: Path
     refused_without_trace(shards, out_dir, "is not the one of the shards", str(shards), tokenizer=str(other))
 
 
+def test_bytes_are_a_tokenizer_like_another_where_the_job_names_them(
+    library: Path, out_dir: Path, tmp_path: Path
+) -> None:
+    build_dataset([str(library)], tmp_path / "words", tokenizer=str(a_tokenizer(tmp_path / "words.json")))
+    words = "data.tokenizer bytes is not the one of the shards"
+    refused_without_trace(tmp_path / "words", out_dir, words, tokenizer="bytes")
+    np.save(tmp_path / "ids.npy", np.frombuffer(b"six or more bytes", np.uint8))
+    assert prepare(tmp_path / "ids.npy", out_dir, tokenizer="bytes").tokenizer().decode([98, 121]) == "by"
+
+
 def test_a_tokenizer_that_is_not_the_one_of_its_shards(library: Path, tmp_path: Path, out_dir: Path) -> None:
     first, second = a_tokenizer(tmp_path / "first.json"), a_tokenizer(tmp_path / "second.json", extra="zebra")
     build_dataset([str(library)], tmp_path / "shards", tokenizer=str(first))

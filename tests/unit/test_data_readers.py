@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -21,6 +22,7 @@ from phalanx.core.errors import DataError, EnvironmentProblem
 from phalanx.data.build import build_dataset
 from phalanx.data.dataset import Dataset
 from phalanx.data.tokenizer import ByteTokenizer
+from phalanx.report.dataset_page import left_out
 
 ROWS = ["first row", "", "zweite Zeile: Größe", None, "line one\nline two", "the last 🙂"]
 TEXTS = [row for row in ROWS if row is not None]
@@ -139,8 +141,8 @@ def test_a_tree_of_everything(tmp_path: Path) -> None:
     (tree / ".hidden").write_text("not this")
     (tree / "empty.md").touch()
     dataset = build([tree], tmp_path / "out")
-    assert texts_of(dataset) == ["plain text\n", "row", "column", ""]
-    assert dataset.num_skipped_files == 1
+    assert texts_of(dataset) == ["plain text\n", "row", "column"]
+    assert (dataset.num_skipped_files, dataset.manifest.num_empty_files) == (1, 1)
 
 
 def test_several_inputs_are_taken_in_turn(tmp_path: Path) -> None:
@@ -229,6 +231,50 @@ def test_nothing_but_a_dataset(tree: Path, tmp_path: Path) -> None:
         [tmp_path / "only"], tmp_path / "out", "only: there is no text in it (a dataset or a run is all that is there)"
     )
     refused([tmp_path / "only" / "tokens" / "*"], tmp_path / "out", "it is a dataset already")
+
+
+def test_what_is_no_file_is_counted(tree: Path, tmp_path: Path) -> None:
+    """A broken link, a pipe, a folder that a link leads to; nobody waits for what comes out of a pipe."""
+    straight = build([tree], tmp_path / "straight")
+    assert straight.manifest.num_not_files == 1, "linked/"
+    (tree / "broken.txt").symlink_to("gone.txt")
+    os.mkfifo(tree / "sub" / "pipe.txt")
+    for source, number in ((tree, 3), (f"{tree}/**/*.txt", 2)):
+        found = build([source], tmp_path / f"out-{number}")  # a pattern follows linked/, and knows the pipe again
+        assert (texts_of(found), found.manifest.num_not_files) == (["first", "second"], number)
+        assert f"{number} entries that are no files skipped" in "; ".join(left_out(found.manifest))
+
+
+@pytest.mark.parametrize("where", ["inside", "deep/inside"])
+def test_a_dataset_is_not_built_inside_another(tree: Path, tmp_path: Path, where: str) -> None:
+    out = tmp_path / "out"
+    build([tree], out)
+    refused([tree], out / where, "the folder lies inside a dataset", f"{out} is one")
+    assert texts_of(build([tree], out)) == ["first", "second"]
+
+
+@pytest.mark.parametrize(
+    ("content", "texts", "num_as_text"),
+    [
+        ('{"text": "one"}\n\n{"text": "two"}\n', ["one", "two"], 0),
+        ('\ufeff{"text": "one"}\n{"text": "two"}', ["one", "two"], 0),
+        ('[{"text": "one"},\n{"text": "two"}]', None, 1),
+        ('{"text": "one"}\n', None, 1),
+        ('{\n  "text": "one"\n}\n', None, 1),
+        ("1\n2\n", None, 1),
+        ("[" * 100_000, None, 1),
+    ],
+    ids=["objects", "byte order mark", "array", "one object", "one object in lines", "numbers", "deep"],
+)
+def test_a_json_file_is_rows_where_it_has_an_object_per_line(
+    content: str, texts: list[str] | None, num_as_text: int, tmp_path: Path
+) -> None:
+    """As .json.gz is; what is text all the same is said."""
+    (tmp_path / "a.json").write_text(content)
+    dataset = build([tmp_path / "a.json"], tmp_path / "out")
+    assert texts_of(dataset) == (texts or [content])
+    assert dataset.manifest.num_json_as_text == num_as_text
+    assert ("1 .json file read as text" in "; ".join(left_out(dataset.manifest))) == bool(num_as_text)
 
 
 def test_a_dataset_json_of_somebody_else_is_text(tree: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from phalanx.core.errors import DataError, LayoutError
+from phalanx.data import workers
 from phalanx.data.loader import Share, held_out_batches
 from phalanx.data.prepare import prepare_corpus
 from phalanx.data.user_dataset import LOOKED_AT, UserSamples, collate, digest_of_some
@@ -145,6 +146,23 @@ def dies(split):
     import os
     print("the library says why", flush=True)
     os._exit(3)
+
+
+class Sticky(Data):
+    def __init__(self, how):
+        super().__init__(20)
+        self.how = how
+
+    def __getitem__(self, index):
+        import os
+        import time
+        if index != 9:
+            return super().__getitem__(index)
+        os._exit(0) if self.how == "ends" else time.sleep(1000)
+
+
+def sticky(split, how):
+    return Sticky(how) if split == "train" else None
 """
 
 
@@ -154,8 +172,9 @@ def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ob
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "own_factories", raising=False)
 
-    def prepare_one(name: str, **args: object) -> object:
-        return prepare_corpus(Data(source=f"own_factories:{name}", args=args), tmp_path / "data", vocab_size=None)
+    def prepare_one(name: str, worker_timeout_s: float = 60.0, **args: object) -> object:
+        data = Data(source=f"own_factories:{name}", args=args, worker_timeout_s=worker_timeout_s)
+        return prepare_corpus(data, tmp_path / "data", vocab_size=None)
 
     return prepare_one
 
@@ -181,6 +200,20 @@ def test_a_dataset_that_cannot_be_used(prepare: Callable[..., object], tmp_path:
         prepare(name)
     assert said in str(caught.value)
     assert not (tmp_path / "data").exists()
+
+
+def test_a_sample_that_ends_the_process_is_named(prepare: Callable[..., object]) -> None:
+    with pytest.raises(DataError, match=r"the process that read sample 9 ended \(ended with exit code 0\)"):
+        prepare("sticky", how="ends")
+
+
+def test_a_sample_that_never_comes_is_waited_for_aloud_and_not_for_ever(
+    prepare: Callable[..., object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(workers, "SAID_AFTER_S", 0.4)
+    with pytest.raises(DataError, match=r"sample 9 did not come within 1\.5 s; .* raise data\.worker_timeout_s"):
+        prepare("sticky", how="hangs", worker_timeout_s=1.5)
+    assert "own_factories:sticky: waiting for sample 9 (" in capsys.readouterr().err
 
 
 def test_a_factory_that_does_not_exist(prepare: Callable[..., object]) -> None:

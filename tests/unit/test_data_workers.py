@@ -162,7 +162,7 @@ def test_a_step_that_kills_every_worker_is_an_error_with_their_last_words(
     own_dataset: Callable[..., Path], open_batches: Open, heard: list[Event]
 ) -> None:
     batches = open_batches(own_dataset(bad=17, how="die"), workers=2)
-    with pytest.raises(DataError, match=r"SIGKILL; it said last: about to die of this sample") as caught:
+    with pytest.raises(DataError, match=r"SIGKILL at sample 17; it said last: about to die of this sample") as caught:
         read_all(batches)
     assert "again and again" in caught.value.what
     assert len(heard) == 3
@@ -177,18 +177,18 @@ def test_what_workers_print_is_in_their_logs_and_said_by_name_when_one_dies(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     logs = tmp_path / "logs" / "rank-0001-attempt-00"
-    batches = open_batches(own_dataset(bad=17, how="die"), workers=2, worker_logs=logs)
+    batches = open_batches(own_dataset(bad=17, how="die"), workers=2, worker_logs=logs, rank=1)
     with pytest.raises(DataError, match="all of it:") as caught:
         read_all(batches)
     (guilty,) = {event.reason.split()[1] for event in heard}
     assert [event.reason for event in heard] == [
-        f"worker {guilty} killed by SIGKILL; it said last: about to die of this sample"
+        f"worker {guilty} of rank 1 killed by SIGKILL at sample 17; it said last: about to die of this sample"
     ] * 3
     path = logs.with_name(f"{logs.name}-worker-{guilty}.log")
     assert str(path) in str(caught.value)
     assert path.read_text() == "about to die of this sample\n" * 3
     said = capfd.readouterr().err
-    assert said == f"[loader worker {guilty}] about to die of this sample\n" * 3
+    assert said == f"[loader worker {guilty} of rank 1] about to die of this sample\n" * 3
     assert list(logs.parent.iterdir()) == [path]  # the other printed nothing
 
 

@@ -125,7 +125,6 @@ def test_a_bad_job_is_refused_and_told_as_json_too(folder: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("override", "what"),
     [
-        (["train.steps=20", "eval.every_steps=50"], "an evaluation each 50 steps never comes in the 20 steps"),
         (["eval.tokens=0", "eval.every_steps=5"], "needs an evaluation, and eval.tokens is 0"),
         (["eval.tokens=0", "eval.keep_best=true"], "needs an evaluation, and eval.tokens is 0"),
     ],

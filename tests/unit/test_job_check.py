@@ -145,6 +145,7 @@ def test_refused(overrides, line):
         "optim.warmup_steps=10 train.steps=10",
         "train.steps=3",
         "train.steps=3 optim.schedule=wsd",
+        "train.steps=60 eval.every_steps=200 checkpoint.every_steps=100",
         "optim.schedule=wsd optim.warmup_steps=200 optim.decay_fraction=0.8",
         "optim.decay_fraction=1 optim.schedule=cosine",
         "model.kind=a.b:c model.args.width=3 model.vocab_size=300",

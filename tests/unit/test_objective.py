@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.core.batch import IGNORE_INDEX
+from phalanx.core.errors import LayoutError
 from phalanx.nn.objective import CausalOutput, causal_cross_entropy, token_cross_entropy
 
 B, T, D, V = 3, 7, 6, 29
@@ -127,5 +128,5 @@ def test_logits_of_a_users_model_are_read() -> None:
 
 
 def test_other_outputs_are_refused_with_what_to_return() -> None:
-    with pytest.raises(TypeError, match=r"dict.*logits"):
+    with pytest.raises(LayoutError, match=r"dict.*logits"):
         causal_cross_entropy(4)({"logits": torch.zeros(2, 3)}, {"targets": torch.zeros(2, dtype=torch.long)})

@@ -13,6 +13,7 @@ from torch import nn
 from models import plan
 from phalanx.core.errors import DataError, LayoutError
 from phalanx.mesh.mesh import Mesh
+from phalanx.nn.objective import classification_cross_entropy
 from phalanx.nn.probe import describe
 from phalanx.parallel.calling import call_with_batch
 from phalanx.parallel.model import ParallelModel
@@ -141,6 +142,46 @@ def test_the_users_own_error_carries_the_shapes_of_the_batch() -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2") as raised:
         parallel(TwoInputs()).forward_backward([wrong], cross_entropy)
     assert raised.value.__notes__ == ["the batch: inputs float32 [3, 5], mask float32 [3, 5], labels int64 [3]"]
+
+
+class LooksUp(nn.Module):
+    """Five ids to logits of two classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(5, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.rows(inputs)
+
+
+def own_cross_entropy(outputs: Any, batch: Batch) -> tuple[torch.Tensor, int]:
+    return F.cross_entropy(outputs, batch["labels"], reduction="sum"), len(outputs)
+
+
+@pytest.mark.parametrize("objective", [classification_cross_entropy, own_cross_entropy])
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        ({"inputs": [0, 4], "labels": [1, 2]}, "'labels' holds 2, which is none of the 2 classes (row 1 of"),
+        ({"inputs": [0, 4], "labels": [-1, 0]}, "'labels' holds -1, which is none of the 2 classes (row 0 of"),
+        ({"inputs": [7, 4], "labels": [-100, 0]}, "'inputs' holds 7, which is none of the 5 rows of the embedding"),
+    ],
+)
+def test_an_index_that_nothing_answers_to_is_told_with_its_key_value_and_row(
+    objective: Any, batch: dict[str, list[int]], words: str
+) -> None:
+    """Whoever looks it up: phalanx's objective before it is called, or the user's own, whose error is explained."""
+    with pytest.raises(DataError) as raised:
+        tensors = {key: torch.tensor(values) for key, values in batch.items()}
+        parallel(LooksUp()).forward_backward([tensors], objective)
+    assert words in str(raised.value)
+
+
+def test_a_target_that_counts_for_nothing_is_no_mistake() -> None:
+    batch = {"inputs": torch.tensor([0, 4]), "labels": torch.tensor([-100, 1])}
+    sums = parallel(LooksUp()).forward_backward([batch], classification_cross_entropy)
+    assert sums.num_targets == 1
 
 
 def test_a_lazy_module_is_refused_until_it_has_seen_a_sample() -> None:

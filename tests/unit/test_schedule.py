@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from phalanx.job.rate import warmup_steps
 from phalanx.job.schema import Job
 from phalanx.optim.schedule import learning_rate
 
@@ -77,3 +78,14 @@ def test_a_scaled_peak_scales_every_step(schedule: str) -> None:
     """A batch of 16 where lr was tuned for 4, by the square root: twice the rate of each step."""
     scaled = rates(optim(schedule, lr_scaling="sqrt", reference_batch_size=4))
     assert scaled == pytest.approx([2 * rate for rate in rates(optim(schedule))])
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (9, 0), (20, 2), (60, 6), (499, 49), (500, 50), (100_000, 50)])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_warm_up_that_nobody_set_is_a_tenth_of_the_run(schedule: str, steps: int, warmup: int) -> None:
+    """And the same, written out, is the same: neither is longer than the run."""
+    job = optim(schedule, steps, warmup_steps=None)
+    assert warmup_steps(job) == warmup
+    for step in {1, max(1, warmup), max(1, steps // 2), steps}:
+        assert learning_rate(job, step) == learning_rate(optim(schedule, steps, warmup_steps=warmup), step)
+    assert warmup == 0 or learning_rate(job, warmup) == 1.0

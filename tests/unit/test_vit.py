@@ -108,7 +108,7 @@ def test_classification_sums_over_labels_and_leaves_out_the_masked(key: str) -> 
 
 @pytest.mark.parametrize("outputs", [torch.zeros(2, 3, 4), (torch.zeros(2, 3),)])
 def test_classification_says_what_it_needs(outputs: Any) -> None:
-    with pytest.raises(TypeError, match=r"classification needs logits \[batch, classes\]; the model returned"):
+    with pytest.raises(LayoutError, match=r"classification needs logits \[batch, classes\]; the model returned"):
         classification_cross_entropy(outputs, {"labels": torch.zeros(2, dtype=torch.long)})
 
 

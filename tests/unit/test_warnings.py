@@ -104,6 +104,22 @@ FIRES = {
         ({"overrides": ("train.steps=5000",)}, ["only after the last of 5,000 steps", "checkpoint.every_minutes"]),
         ({"overrides": ("train.steps=5000", "checkpoint.at_end=false")}, ["never in 5,000 steps"]),
     ],
+    "evaluated_at_the_end_only": [
+        (
+            {"overrides": ("train.steps=60", "eval.every_steps=200")},
+            ["eval.every_steps=200 never comes in 60 steps", "only the end is evaluated"],
+        ),
+    ],
+    "saves_never_come": [
+        (
+            {"overrides": ("train.steps=60", "checkpoint.every_steps=200")},
+            ["checkpoint.every_steps=200 never comes in 60 steps", "only the end is saved"],
+        ),
+        (
+            {"overrides": ("train.steps=1", "checkpoint.every_steps=2", "checkpoint.at_end=false")},
+            ["in 1 step:", "nothing is saved"],
+        ),
+    ],
     "fp32_on_gpu": [
         ({"overrides": OWN, "cluster": GPU, "num_params": 50_000_000}, ["50.0 M parameters", "precision.compute=bf16"])
     ],
@@ -137,6 +153,8 @@ SILENT = [
     ("saved_at_the_end_only", {"overrides": ("train.steps=5000", "checkpoint.every_steps=500")}),
     ("saved_at_the_end_only", {"overrides": ("train.steps=5000", "checkpoint.every=auto", "checkpoint.mtbf_hours=9")}),
     ("saved_at_the_end_only", {"overrides": ("train.steps=1500",)}),
+    ("evaluated_at_the_end_only", {"overrides": ("train.steps=60", "eval.every_steps=60")}),
+    ("saves_never_come", {"overrides": ("train.steps=60", "checkpoint.every_steps=60")}),
     ("fp32_on_gpu", {"overrides": (*OWN, "precision.compute=bf16"), "cluster": GPU, "num_params": 50_000_000}),
     ("fp32_on_gpu", {"overrides": OWN, "num_params": 50_000_000}),
     ("fp32_on_gpu", {"overrides": OWN, "cluster": GPU}),

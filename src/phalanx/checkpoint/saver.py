@@ -34,7 +34,6 @@ from phalanx.mesh.mesh import Mesh
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import CheckpointFailed, CheckpointSaved, CheckpointsRemoved, Event, Note
 
-
 NICENESS = 5  # a third of the share of a core that a thread of training has
 
 

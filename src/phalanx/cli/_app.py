@@ -151,11 +151,17 @@ def run(arguments: Sequence[str]) -> int:
         if type(mistake).__name__ == "NoArgsIsHelpError":
             mistake.show()  # type: ignore[attr-defined]
         else:
-            _print_error(f"phalanx: {mistake.format_message()}; see phalanx --help")  # type: ignore[attr-defined]
+            _print_error(f"phalanx: {_mistake_words(mistake)}")
         return ExitCode.USAGE
     except Exception:  # a bug, or user code that nobody expected to fail: its traceback may quote secrets, too
         _print_error(traceback.format_exc().rstrip())
         return ExitCode.INTERNAL
+
+
+def _mistake_words(mistake: Any) -> str:
+    """What is wrong with the command line, and the help of the verb that it was meant for."""
+    context = getattr(mistake, "ctx", None)
+    return f"{mistake.format_message().rstrip('.')}; see {context.command_path if context else 'phalanx'} --help"
 
 
 def tell(error: PhalanxError) -> None:

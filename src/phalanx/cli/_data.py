@@ -46,6 +46,7 @@ def open_train_batches(
         keep_record=job.observe.samples,
         emit=bus.emit,
         worker_logs=rank_log(run_dir, mesh.rank, bus.attempt).with_suffix(""),
+        rank=mesh.rank,
     )
     if mesh.rank == 0:
         _say_split(corpus, bus)

@@ -69,7 +69,7 @@ def build_facts(dataset: Dataset, progress: BuildProgress | None) -> dict[str, o
         "num_documents": dataset.num_documents,
         "num_tokens": dataset.num_tokens,
         "num_bytes": _on_disk(dataset),
-        **{key: value for key, value in manifest.items() if key != "format"},
+        **{key: value for key, value in manifest.items() if key not in ("format", "checksum")},
         "build": None if progress is None else _speed(progress),
     }
 

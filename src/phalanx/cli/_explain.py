@@ -15,7 +15,7 @@ from phalanx.job.explain import printable
 from phalanx.job.load import Origin, told
 from phalanx.job.model import preset_of
 from phalanx.job.own_dataset import num_workers
-from phalanx.job.rate import peak_rate, scaling_rule
+from phalanx.job.rate import MAX_DEFAULT_WARMUP, peak_rate, scaling_rule, warmup_steps
 from phalanx.job.schema import Job
 from phalanx.job.toml import toml_value
 from phalanx.observe.units import TEXT, Units, units_of
@@ -81,6 +81,9 @@ def _derived(job: Job, plan: Plan, vocab_why: str) -> dict[str, Explained]:
     rate = peak_rate(job)
     if rate.why:
         found.append(Explained("optim.lr", rate.lr, "derived", why=rate.why))
+    if job.optim.warmup_steps is None:
+        why = f"a tenth of {job.train.steps} steps, and {MAX_DEFAULT_WARMUP} at most"
+        found.append(Explained("optim.warmup_steps", warmup_steps(job), "derived", why=why))
     if job.observe.sinks is None:
         sinks = list(wanted_sinks(job))
         why = "tensorboard is installed" if sinks else "tensorboard is not installed"
@@ -175,7 +178,7 @@ def _vocabulary(job: Job) -> tuple[int | None, str]:
     if all(is_dataset(source) for source in sources):
         sizes = [read_manifest(Path(source))[0].vocab_size for source in sources]
         return max(sizes), f"the token shards in {' and '.join(sources)} have it"
-    if job.data.tokenizer != "bytes":
+    if job.data.tokenizer not in (None, "bytes"):
         return load_tokenizer(job.data.tokenizer).vocab_size, f"the tokenizer {job.data.tokenizer} has it"
     return None, "bytes and the end of a document; train counts what the data needs"
 

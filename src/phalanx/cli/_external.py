@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import os
 import signal
 import sys
 import time
@@ -21,6 +22,7 @@ from phalanx.cli._prepare import Prepared, announce, conclude, prepared_run, sco
 from phalanx.cli._rank import RankRun, run_rank
 from phalanx.cli._run import console_of, is_finished
 from phalanx.core.errors import EnvironmentProblem, ExitCode, PhalanxError
+from phalanx.core.secrets import Redactor
 from phalanx.job.schema import Job
 from phalanx.launch.paths import next_attempt
 from phalanx.launch.rank_env import RankEnv
@@ -124,5 +126,5 @@ def _follow(job: Job, ranks: RankEnv, store: Any, began_unix_s: float) -> int:
         return run_rank(RankRun(job, plan, run_dir, ranks.rank, attempt, began_unix_s, epoch), store=store)
     except PhalanxError as error:
         if ranks.local_rank == 0:  # another node: rank 0's words are not on this terminal
-            print(f"phalanx: rank {ranks.rank}: {error}", file=sys.stderr)
+            print(Redactor(os.environ).text(f"phalanx: rank {ranks.rank}: {error}"), file=sys.stderr)
         return error.exit_code

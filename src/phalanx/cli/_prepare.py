@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -19,12 +20,14 @@ from phalanx.cli._initial import INIT, find_initial, told_shape
 from phalanx.cli._needs import check_needs
 from phalanx.cli._output import say
 from phalanx.cli._summary import summary_lines
-from phalanx.core.errors import CheckpointError, ResourceError, UsageError
+from phalanx.core.errors import CheckpointError, LayoutError, ResourceError, UsageError
 from phalanx.core.files import open_run_directory, resource_error, write_bytes_atomic, write_json_atomic
+from phalanx.core.secrets import Redactor
 from phalanx.data.corpus import MANIFEST, Corpus, verify_corpus
 from phalanx.data.prepare import prepare_corpus
 from phalanx.job.model import fixed_vocab_size, refuse_other_data, refuse_untrainable
 from phalanx.job.schema import Job
+from phalanx.job.shape import ModelShape
 from phalanx.launch.paths import next_attempt
 from phalanx.launch.supervisor import Outcome
 from phalanx.observe.bus import Bus
@@ -50,6 +53,8 @@ class Prepared:
     """What is to be said of tokens that were not compared with their checksums."""
     init: tuple[str, ...] = ()
     """What is to be said of the weights that it starts from."""
+    forget: Callable[[], None] = lambda: None
+    """Have a new run be as if it had never been: what is new of the directory goes when the run is left."""
 
 
 @contextlib.contextmanager
@@ -61,6 +66,7 @@ def prepared_run(job: Job, run_dir: Path, *, resume: bool, num_ranks: int | None
     check_needs(job, cluster.device)
     refuse_untrainable(job)
     refuse_other_data(job)
+    _refuse_masks(job, shape)
     if not resume:
         find_initial(job.model, told_shape(job))  # weights that are not there or do not fit: before data is prepared
     make_plan(job, cluster=cluster, num_ranks=num_ranks, shape=shape)  # refuse a bad layout before writing anything
@@ -74,12 +80,42 @@ def prepared_run(job: Job, run_dir: Path, *, resume: bool, num_ranks: int | None
         plan = make_plan(
             job, cluster=cluster, vocab_size=vocab_size, num_ranks=num_ranks, shape=shape, data=data_facts(corpus)
         )
+        _refuse_images(corpus, plan.model_shape)
         if not resume:
             open_run_directory(run_dir, needed_bytes=plan.num_params * CHECKPOINT_BYTES_PER_PARAM)
         initial, init_lines = _initial_weights(job, plan, run_dir)
         with _facts_written(run_dir, {"job.json": job.to_json(), "plan.json": plan.to_json(), **initial}):
-            keep()
-            yield Prepared(job, plan, corpus, run_dir, lock, tuple(unverified), tuple(init_lines))
+            keep(True)
+
+            def forget() -> None:
+                if not resume:
+                    _forget(run_dir, keep)
+
+            yield Prepared(job, plan, corpus, run_dir, lock, tuple(unverified), tuple(init_lines), forget)
+
+
+def _refuse_masks(job: Job, shape: ModelShape | None) -> None:
+    """What every rank would refuse: data.document_masks for a module that cannot honour them."""
+    if job.data.document_masks and shape is not None and shape.measured and not shape.measured.names_document_ids:
+        raise LayoutError(
+            f"model {job.model.kind!r} cannot keep documents apart: its forward names no document_ids",
+            fix="add the argument and mask attention with it, or leave data.document_masks out",
+        )
+
+
+def _refuse_images(corpus: Corpus, shape: ModelShape) -> None:
+    """What every rank would refuse: samples of another size than a built-in model of images takes."""
+    if corpus.user is None or not shape.reads_images:
+        return
+    known, wanted = corpus.user.first_shapes, [shape.num_channels, shape.image_size, shape.image_size]
+    size = known.get("inputs", known.get("images", wanted))
+    if size != wanted:
+        found, takes = (" x ".join(map(str, numbers)) for numbers in (size, wanted))
+        raise LayoutError(
+            f"images are {found} (channels x height x width), and the model takes {takes}",
+            where=f"data.source {corpus.user.source}",
+            fix="set model.image_size and model.num_channels, or resize the images",
+        )
 
 
 def _initial_weights(job: Job, plan: Plan, run_dir: Path) -> tuple[dict[str, Any], list[str]]:
@@ -138,17 +174,22 @@ def _refuse_a_run_that_is_there(run_dir: Path, resume: bool) -> None:
 
 
 @contextlib.contextmanager
-def _new_run_directory(run_dir: Path) -> Iterator[tuple[Lock, Callable[[], None]]]:
-    """Create and lock `run_dir`. What is new of it goes away again unless the body calls what is yielded.
+def _new_run_directory(run_dir: Path) -> Iterator[tuple[Lock, Callable[[bool], None]]]:
+    """Create and lock `run_dir`. What is new of it goes away again unless the body calls what is yielded with True.
 
     Only the holder of the lock removes files: of two jobs that race for a new directory, the loser leaves it alone.
     """
-    new = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
+    made = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
+    new = list(made)
+
+    def keep(wanted: bool) -> None:
+        new[:] = [] if wanted else made
+
     try:
         open_run_directory(run_dir)
         with hold_run_lock(run_dir) as lock:
             try:
-                yield lock, new.clear
+                yield lock, keep
             finally:
                 if run_dir in new:
                     shutil.rmtree(run_dir, ignore_errors=True)
@@ -156,6 +197,13 @@ def _new_run_directory(run_dir: Path) -> Iterator[tuple[Lock, Callable[[], None]
         for folder in new:
             with contextlib.suppress(OSError):  # somebody else's by now
                 folder.rmdir()
+
+
+def _forget(run_dir: Path, keep: Callable[[bool], None]) -> None:
+    """A directory that was there before stays, but is no run any more."""
+    keep(False)
+    for name in ("job.json", "plan.json"):
+        (run_dir / name).unlink(missing_ok=True)
 
 
 def announce(run: Prepared) -> None:
@@ -197,7 +245,7 @@ def conclude(run: Prepared, outcome: Outcome) -> int:
     if outcome.status == "finished":
         say(*summary_lines(run.run_dir))
     elif outcome.message:
-        print(outcome.message, file=sys.stderr)
+        print(Redactor(os.environ).text(outcome.message), file=sys.stderr)
     saved = _saved(run)
     if outcome.status != "finished" and saved:
         say(f"resume  phalanx train --resume {run.run_dir}   (newest checkpoint: {saved[-1].name})")

@@ -15,16 +15,25 @@ from phalanx.cli._json import print_json, words_on_stderr
 from phalanx.cli._needs import preload
 from phalanx.cli._prepare import Prepared, announce, conclude, prepared_run, score_baselines
 from phalanx.core.digest import differing_keys
-from phalanx.core.errors import ExitCode, JobError, PhalanxError, Problem, UsageError
+from phalanx.core.errors import (
+    DataError,
+    EnvironmentProblem,
+    ExitCode,
+    JobError,
+    LayoutError,
+    PhalanxError,
+    Problem,
+    UsageError,
+)
 from phalanx.job.load import load_job, load_job_json
 from phalanx.job.rate import reference_on_resume
 from phalanx.job.schema import Job
 from phalanx.launch.external import external_ranks
 from phalanx.launch.paths import next_attempt
-from phalanx.launch.supervisor import LaunchSpec, supervise
+from phalanx.launch.supervisor import LaunchSpec, Outcome, supervise
 from phalanx.observe.bus import Bus
 from phalanx.observe.console import Console, open_console
-from phalanx.observe.events import RunFinished
+from phalanx.observe.events import RunFinished, StepFinished
 from phalanx.observe.tail import EventTail
 from phalanx.observe.units import units_of
 from phalanx.report.reduce import reduce_run
@@ -165,7 +174,23 @@ def _supervised(run: Prepared, began: float) -> int:
     finally:
         console.close()
         bus.close()
+    if (refusal := _refusal(run, outcome)) is not None:
+        run.forget()
+        raise refusal
     return conclude(run, outcome)
+
+
+def _refusal(run: Prepared, outcome: Outcome) -> PhalanxError | None:
+    """What a rank said that refused the job before its first step was done: as if it had been seen before the start.
+
+    None for any other end, and where the words point to a log of the run.
+    """
+    kinds = {kind.exit_code: kind for kind in (LayoutError, DataError, EnvironmentProblem)}
+    kind = kinds.get(ExitCode(outcome.exit_code))
+    if kind is None or outcome.status != "failed" or str(run.run_dir) in outcome.message:
+        return None
+    has_begun = any(isinstance(envelope.event, StepFinished) for envelope in EventTail(run.run_dir).poll())
+    return None if has_begun else kind(outcome.message)
 
 
 def console_of(job: Job) -> Console:

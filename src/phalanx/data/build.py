@@ -27,6 +27,7 @@ from phalanx.data.dataset import FORMAT, MANIFEST, Dataset, Manifest, TokenizerF
 from phalanx.data.encode import Counts, Outcome, sum_counts
 from phalanx.data.readers import parts_of
 from phalanx.data.shards import dtype_for, open_shard
+from phalanx.data.listing import dataset_around
 from phalanx.data.sources import Found, find_files
 from phalanx.data.spans import Task, default_shard_bytes, plan_tasks
 from phalanx.data.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Tokenizer, load_tokenizer, tokenizer_path
@@ -159,7 +160,12 @@ def _input_facts(found: Found) -> dict[str, Any]:
 
 
 def _check_place(out: Path) -> None:
-    """Refuse a place that holds anything but a dataset, finished or not."""
+    """Refuse a place that holds anything but a dataset, finished or not, and one inside of a dataset."""
+    around = dataset_around(out)
+    if around is not None:
+        raise DataError(
+            "the folder lies inside a dataset", where=str(out), why=f"{around} is one", fix="give another --out"
+        )
     if not os.path.lexists(out):
         return
     try:
@@ -358,6 +364,9 @@ def _finish(
         shards=shards,
         num_skipped_folders=sum(one.num_skipped_folders for one in found),
         num_repeated_files=sum(one.num_repeated for one in found),
+        num_not_files=sum(one.num_not_files for one in found),
+        num_empty_files=sum(one.num_empty for one in found),
+        num_json_as_text=sum(one.num_json_text for one in found),
         num_ends_in_text=total.num_ends_in_text,
         contents=tuple(outcome.content for outcome in outcomes),
     )

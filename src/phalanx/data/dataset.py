@@ -6,12 +6,13 @@ import hashlib
 import json
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from phalanx.core.digest import digest
 from phalanx.core.errors import DataError
 from phalanx.core.files import check_name
 from phalanx.data.shards import DTYPES, Progress, Shard, ShardFacts, open_shard, verify_shard
@@ -49,17 +50,20 @@ class Manifest:
     shards: tuple[ShardFacts, ...]
     num_skipped_folders: int = 0  # datasets that lay in an input
     num_repeated_files: int = 0  # given more than once, read once
+    num_not_files: int = 0  # broken links, linked folders, pipes and the like in an input
+    num_empty_files: int = 0
+    num_json_as_text: int = 0  # .json files without an object per line
     num_ends_in_text: int = 0  # the tokenizer itself gave end_of_document for something in a text
     contents: tuple[str, ...] = ()  # of each part of the inputs, in their order: a digest of what it held
 
     def to_json(self) -> dict[str, Any]:
-        return {"format": FORMAT, **asdict(self)}
+        return with_checksum({"format": FORMAT, **asdict(self)})
 
     @classmethod
     def from_json(cls, value: Any, where: Path) -> Manifest:
         """Raises DataError if `value` is not what `to_json` gives."""
         try:
-            fields = dict(value)
+            fields = _checked(value)
             if fields.pop("format") != FORMAT or fields["dtype"] not in DTYPES:
                 raise ValueError("another release wrote it")
             fields["tokenizer"] = TokenizerFacts(**fields["tokenizer"])
@@ -73,7 +77,8 @@ class Manifest:
             manifest._check_types()
             return manifest
         except Exception as error:
-            raise _unusable(where, f"{type(error).__name__}: {error}") from None
+            why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            raise _unusable(where, why) from None
 
     def _check_types(self) -> None:
         """Raises ValueError for a value that `to_json` never gives, named."""
@@ -91,6 +96,24 @@ class Manifest:
         _require(end is None or (type(end) is int and 0 <= end < self.vocab_size), "end_of_document", end)
         for name, text in {"column": self.column, **vars(self.tokenizer)}.items():
             _require(isinstance(text, str), name, text)
+
+
+def with_checksum(body: Mapping[str, Any]) -> dict[str, Any]:
+    """`body` as dataset.json holds it: what is said of the shards is covered as the shards are."""
+    return {**body, "checksum": digest(body)}
+
+
+def _checked(value: Any) -> dict[str, Any]:
+    """What `with_checksum` was given. Raises ValueError if that is not what this is, or not any more."""
+    if not isinstance(value, dict):
+        raise ValueError("it is not a JSON object")
+    fields = dict(value)
+    if "checksum" not in fields:
+        raise ValueError("it has no checksum")
+    said = fields.pop("checksum")
+    if said != digest(fields):
+        raise ValueError(f"it was changed: its checksum is {digest(fields)}, and it says {said!r}")
+    return fields
 
 
 def _require(is_good: bool, name: str, value: object) -> None:
@@ -163,7 +186,7 @@ def is_dataset(path: Path | str) -> bool:
 
 def open_dataset(directory: Path) -> Dataset:
     """Open every shard of a dataset. Raises DataError (exit 4); all bad shards are named at once."""
-    manifest, digest = read_manifest(directory)
+    manifest, manifest_digest = read_manifest(directory)
     _allow_open_files(len(manifest.shards))
     shards: list[Shard] = []
     problems: list[DataError] = []
@@ -174,7 +197,7 @@ def open_dataset(directory: Path) -> Dataset:
             problems.append(error)
     if problems:
         raise problems[0] if len(problems) == 1 else _several(directory, manifest, problems)
-    return Dataset(directory, manifest, tuple(shards), digest)
+    return Dataset(directory, manifest, tuple(shards), manifest_digest)
 
 
 def _allow_open_files(num_shards: int) -> None:
@@ -205,7 +228,7 @@ def read_manifest(directory: Path) -> tuple[Manifest, str]:
 def verify_dataset(directory: Path, progress: Progress | None = None) -> Iterator[DataError]:
     """Everything that is wrong with a dataset, as it is found: each shard is read whole and compared."""
     try:
-        manifest, digest = read_manifest(directory)
+        manifest, manifest_digest = read_manifest(directory)
     except DataError as error:
         yield error
         return
@@ -217,7 +240,7 @@ def verify_dataset(directory: Path, progress: Progress | None = None) -> Iterato
             continue
         yield from verify_shard(directory / facts.file, progress)
     try:
-        Dataset(directory, manifest, (), digest).load_tokenizer()
+        Dataset(directory, manifest, (), manifest_digest).load_tokenizer()
     except DataError as error:
         yield error
 

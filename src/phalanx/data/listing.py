@@ -21,11 +21,12 @@ _NOT_LIBRARY_SOURCE = frozenset({"site-packages", "dist-packages", "test", "test
 
 
 class Listed(NamedTuple):
-    """The folder that names are relative to, the sorted names of regular files, and how many datasets and runs were left out."""
+    """The folder that names are relative to, the sorted names of regular files, and how much was left out."""
 
     root: Path
     names: list[str]
-    num_datasets: int = 0
+    num_datasets: int = 0  # and runs
+    num_not_files: int = 0  # broken links, linked folders, pipes, sockets, devices
 
 
 def list_files(source: str, out: Path | None) -> Listed:
@@ -46,18 +47,20 @@ def list_files(source: str, out: Path | None) -> Listed:
         if matches:
             _refuse_dataset(root, source)
         names = sorted({Path(match).as_posix() for match in matches if (root / match).is_file()})
-        return _without_datasets(root, names, out)
+        listed = _without_datasets(root, names, out)
+        odd = [root / match for match in matches if not (root / match).is_file() and not (root / match).is_dir()]
+        return listed._replace(num_not_files=len(set(map(os.path.realpath, odd))))
     raise _missing(source)
 
 
 def _walk(root: Path, ignored_folders: frozenset[str], out: Path | None) -> Listed:
-    """The non-hidden files below `root`. Linked folders are not followed."""
+    """The non-hidden files below `root`. Linked folders are not followed, but counted like all that is no file."""
 
     def stop(error: OSError) -> None:
         raise error
 
     names: list[str] = []
-    num_datasets = 0
+    num_datasets = num_not_files = 0
     for folder, subfolders, files in os.walk(root, onerror=stop):
         if Path(folder) != root and (what := _left_out(Path(folder), files, out)):
             subfolders.clear()
@@ -65,8 +68,10 @@ def _walk(root: Path, ignored_folders: frozenset[str], out: Path | None) -> List
             continue
         subfolders[:] = [name for name in subfolders if name not in ignored_folders and not name.startswith(".")]
         paths = [Path(folder, name) for name in files if not name.startswith(".")]
-        names += [path.relative_to(root).as_posix() for path in paths if path.is_file()]
-    return Listed(root, sorted(names), num_datasets)
+        found = [path.relative_to(root).as_posix() for path in paths if path.is_file()]
+        num_not_files += len(paths) - len(found) + sum(os.path.islink(Path(folder, name)) for name in subfolders)
+        names += found
+    return Listed(root, sorted(names), num_datasets, num_not_files)
 
 
 def _without_datasets(root: Path, names: list[str], out: Path | None) -> Listed:
@@ -81,7 +86,13 @@ def _left_out(folder: Path, names: Sequence[str], out: Path | None) -> Literal["
     with contextlib.suppress(OSError):
         if out is not None and os.path.samefile(folder, out):
             return "out"
-    return "dataset" if _RUN <= set(names) or _holds_dataset(folder, names) else ""
+    return "dataset" if set(names) >= _RUN or _holds_dataset(folder, names) else ""
+
+
+def dataset_around(folder: Path) -> Path | None:
+    """The dataset, finished or not, in whose folder `folder` lies or would lie."""
+    parents = Path(os.path.abspath(folder)).parents
+    return next((parent for parent in parents if _holds_dataset(parent, _names_in(parent))), None)
 
 
 def _holds_dataset(folder: Path, names: Sequence[str]) -> bool:

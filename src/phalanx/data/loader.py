@@ -73,7 +73,8 @@ class TrainBatches:
 
     `workers=0` reads ahead in a thread; a user's own dataset is then read in the step itself, because its code may not
     run beside the training's (it draws from the same global generators). `emit` takes what becomes of workers; what
-    they print goes to files whose names begin with `worker_logs`. `keep_record` makes `record` answer.
+    they print goes to files whose names begin with `worker_logs`; `rank` is whose they are. `keep_record` makes
+    `record` answer.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class TrainBatches:
         keep_record: bool = False,
         emit: Callable[[Event], None] = lambda event: None,
         worker_logs: Path | None = None,
+        rank: int | None = None,
     ) -> None:
         self.share = share
         self._samples: Samples | None = None
@@ -99,6 +101,7 @@ class TrainBatches:
                 timeout_s=worker_timeout_s,
                 emit=emit,
                 logs=worker_logs,
+                rank=rank,
             )
         else:
             self._samples = spec.open()

@@ -49,7 +49,7 @@ def prepare_corpus(data: Data, out_dir: Path, *, vocab_size: int | None) -> Corp
 def _prepare(data: Data, out_dir: Path, vocab_size: int | None) -> Corpus:
     wanted = _request(data)
     if is_own_dataset(data.source) and not data.mixture:
-        return Corpus(out_dir, wanted, (), probe_user_dataset(data.source, data.args))
+        return Corpus(out_dir, wanted, (), probe_user_dataset(data.source, data.args, data.worker_timeout_s))
     sources = [(part.source, part.weight) for part in data.mixture] or [(data.source, 1.0)]
     components = tuple(
         _prepare_component(source, weight, data, out_dir / f"source-{number}", vocab_size)
@@ -72,7 +72,7 @@ def _prepare_component(source: str, weight: float, data: Data, own_dir: Path, vo
         fix = "build shards from text, or use a Megatron dataset, which know theirs"
         raise DataError("data.document_masks needs documents, and a .npy has none", where=source, fix=fix)
     tokenizer, tokenizer_path, needed_size = described.tokenizer, "", described.vocab_size
-    if data.tokenizer != "bytes" and path != own_dir.name:
+    if data.tokenizer is not None and path != own_dir.name:
         tokenizer, tokenizer_path, needed_size = _named_tokenizer(data.tokenizer, described, source)
     opened = open_arrays(described.kind, described.path)
     split_by, held_out_keys = choose_split(opened.arrays, data.held_out_fraction, data.seq_len)
@@ -103,8 +103,9 @@ def _find(source: str, data: Data, own_dir: Path, vocab_size: int | None) -> tup
     found = find_kind(source)
     if found is not None:
         return describe(*found), str(found[1])
-    _check_end_fits(data.tokenizer, vocab_size, source)
-    build_dataset([source], own_dir, tokenizer=data.tokenizer, column=data.column, keep_unfinished=False)
+    tokenizer = data.tokenizer or "bytes"
+    _check_end_fits(tokenizer, vocab_size, source)
+    build_dataset([source], own_dir, tokenizer=tokenizer, column=data.column, keep_unfinished=False)
     return describe("dataset", own_dir), own_dir.name
 
 
@@ -123,7 +124,7 @@ def _named_tokenizer(name: str, described: Described, source: str) -> tuple[Toke
         if described.vocab_size > tokenizer.vocab_size:
             what = f"token {described.vocab_size - 1} does not fit data.tokenizer {name}"
             raise DataError(what, where=source, why=f"its vocabulary has {tokenizer.vocab_size}")
-        path = str(Path(name).expanduser().resolve())
+        path = name if tokenizer.kind == "bytes" else str(Path(name).expanduser().resolve())
         return TokenizerFacts(tokenizer.kind, tokenizer.digest), path, tokenizer.vocab_size
     if tokenizer.digest != of_shards.digest:
         why = f"its digest is {tokenizer.digest}, they were made with {of_shards.kind} {of_shards.digest}"

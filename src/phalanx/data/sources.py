@@ -6,7 +6,9 @@ what to do.
 
 from __future__ import annotations
 
+import codecs
 import glob
+import json
 import os
 import stat
 from collections.abc import Sequence
@@ -32,6 +34,7 @@ _ENDINGS: dict[str, Format] = {
     ".feather": "arrow",
 }
 _SNIFF_BYTES = 8192
+_JSON_SNIFF_BYTES = 1 << 20
 _NPY = "; token ids need no building: data.source takes the .npy itself"
 
 
@@ -56,6 +59,9 @@ class Found:
     num_skipped: int  # binary files
     num_skipped_folders: int = 0  # datasets
     num_repeated: int = 0  # files that the input names again, or an input before it
+    num_not_files: int = 0  # broken links, linked folders, pipes, devices
+    num_empty: int = 0
+    num_json_text: int = 0  # .json files that do not hold an object per line: text
 
 
 def format_of(name: str) -> Format:
@@ -109,7 +115,7 @@ def _find(source: str, prefix: str, out: Path | None, real: _RealPaths) -> Found
     except OSError as error:
         raise _unreadable(error, error.filename or source) from None
     files: list[SourceFile] = []
-    num_skipped = num_repeated = 0
+    num_skipped = num_repeated = num_empty = num_json_text = 0
     for name in listed.names:
         kind = format_of(name)
         path = listed.root / name
@@ -121,24 +127,52 @@ def _find(source: str, prefix: str, out: Path | None, real: _RealPaths) -> Found
             raise DataError("not a regular file", where=str(path))
         if not real.is_new(path):
             num_repeated += 1
+        elif not status.st_size and kind in ("text", "jsonl") and not _start_of(path, 1):
+            num_empty += 1
         elif kind == "text" and _is_binary(path):
             num_skipped += 1
         else:
+            if kind == "text" and name.lower().endswith(".json"):
+                kind = "jsonl" if _has_object_per_line(path) else "text"
+                num_json_text += kind == "text"
             text_name = prefix + _printable(name)
             times = status.st_mtime_ns, max(status.st_mtime_ns, status.st_ctime_ns)
             files.append(SourceFile(text_name, os.path.abspath(path), status.st_size, *times, kind))
-    if not files and not num_repeated:
+    if not files and not num_repeated and not num_empty:
         raise _nothing_found(source, num_skipped, listed.num_datasets)
-    return Found(_printable(source), tuple(files), num_skipped, listed.num_datasets, num_repeated)
+    return Found(
+        _printable(source),
+        tuple(files),
+        num_skipped,
+        listed.num_datasets,
+        num_repeated,
+        listed.num_not_files,
+        num_empty,
+        num_json_text,
+    )
 
 
 def _is_binary(path: Path) -> bool:
     """NUL in its first 8 KiB."""
+    return b"\0" in _start_of(path, _SNIFF_BYTES)
+
+
+def _start_of(path: Path, num_bytes: int) -> bytes:
     try:
         with open(path, "rb") as file:
-            return b"\0" in file.read(_SNIFF_BYTES)
+            return file.read(num_bytes)
     except OSError as error:
         raise _unreadable(error, path) from None
+
+
+def _has_object_per_line(path: Path) -> bool:
+    """Whether the first two lines that are not blank are a JSON object each: one alone may be any JSON file."""
+    start = _start_of(path, _JSON_SNIFF_BYTES)
+    lines = [line for line in start.removeprefix(codecs.BOM_UTF8).splitlines() if line.strip()][:2]
+    try:
+        return len(lines) == 2 and all(isinstance(json.loads(line), dict) for line in lines)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _printable(name: str) -> str:

@@ -11,7 +11,7 @@ import contextlib
 import random
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,8 @@ class UserFacts:
     num_train: int = 0
     num_held_out: int = 0
     some_samples: str = ""  # see digest_of_some
+    first_shapes: dict[str, list[int]] = field(default_factory=dict)
+    """Of one training sample, by key."""
 
 
 def open_user_dataset(source: str, args: Mapping[str, Any], split: Split) -> Any:
@@ -64,10 +66,14 @@ def open_user_dataset(source: str, args: Mapping[str, Any], split: Split) -> Any
 
 
 class UserSamples:
-    """Samples by global number. `shuffled=False` takes them as they lie (for evaluation)."""
+    """Samples by global number. `shuffled=False` takes them as they lie (for evaluation).
+
+    `on_sample` is told the place of each sample before the user's code is asked for it, and None when all have come.
+    """
 
     def __init__(self, dataset: Any, source: str, seed: int, *, shuffled: bool = True) -> None:
         self._dataset, self._source, self._seed = dataset, source, seed
+        self.on_sample: Callable[[int | None], None] = lambda place: None
         self._order = ShuffledOrder(len(dataset), seed) if shuffled else None
 
     def take(self, indices: NDArray[np.integer]) -> Arrays:
@@ -78,10 +84,12 @@ class UserSamples:
                 self._sample(int(index), int(place))
                 for index, place in zip(indices.ravel(), places.ravel(), strict=True)
             ]
+        self.on_sample(None)
         return collate(samples, [int(place) for place in places.ravel()], self._source)
 
     def _sample(self, index: int, place: int) -> Mapping[str, Any]:
         _seed_all(stable_hash64("sample", self._seed, index))
+        self.on_sample(place)
         try:
             sample: Any = self._dataset[place]
         except Exception as error:
@@ -163,12 +171,21 @@ def _seed_all(seed: int) -> None:
         torch.default_generator.manual_seed(seed % 2**63)
 
 
-def digest_of_some(dataset: Any, source: str) -> str:
+def first_shapes(dataset: Any, source: str, on_sample: Callable[[int | None], None]) -> dict[str, list[int]]:
+    """Of the sample that `digest_of_some` takes first."""
+    samples = UserSamples(dataset, source, seed=0)
+    samples.on_sample = on_sample
+    sample = samples.take(np.array([0]))
+    return {key: list(array.shape[1:]) for key, array in sample.items()}
+
+
+def digest_of_some(dataset: Any, source: str, on_sample: Callable[[int | None], None] = lambda place: None) -> str:
     """Digest of up to LOOKED_AT samples at places that a key chose, one by one: they need not have the same shape.
 
     Several, because processes that shuffle for themselves may agree on one of them by chance.
     """
     samples = UserSamples(dataset, source, seed=0)
+    samples.on_sample = on_sample
     found = [digest_of(samples.take(np.array([number]))) for number in range(min(LOOKED_AT, len(dataset)))]
     return xxhash.xxh3_64_hexdigest(" ".join(found).encode())
 

@@ -1,8 +1,9 @@
-"""`python -m phalanx.data.worker FD`: a process that reads ahead for one rank. Torch-free; ends when its rank does.
+"""`python -m phalanx.data.worker FD PID FD NAME`: a process that reads ahead for one rank. Torch-free; ends with it.
 
 Messages are a length (uint32) and JSON. The rank sends {"open": SampleSpec, "sys_path"} once, then {"step", "indices"};
 the worker answers each step in order with the layout of its arrays, which lie in an unnamed file that is sent along, or
-with an error. {"probe"} asks for the facts of a user's dataset instead.
+with an error. {"probe"} asks for the facts of a user's dataset instead. The second descriptor is the memory in which it
+says which sample it is at; the name is there for whoever looks at the list of processes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import signal
 import socket
 import struct
 import sys
-import tempfile
 import threading
 import traceback
 from typing import Any
@@ -27,9 +27,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import DataError, PhalanxError
+from phalanx.data.whereabouts import Whereabouts, unnamed_file
 
 _LENGTH = struct.Struct("<I")
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _ALIGNMENT = 64
 
 Message = dict[str, Any]
@@ -79,7 +80,7 @@ def pack(arrays: Arrays) -> tuple[list[Message], int]:
     for name, each in arrays.items():
         layout.append({"name": name, "dtype": each.dtype.str, "shape": each.shape, "at": size})
         size += -(-each.nbytes // _ALIGNMENT) * _ALIGNMENT
-    fd = _unnamed_file()
+    fd = unnamed_file("phalanx-batch")
     os.ftruncate(fd, max(size, 1))
     with mmap.mmap(fd, max(size, 1)) as memory:
         for place, each in zip(layout, arrays.values(), strict=True):
@@ -99,14 +100,7 @@ def unpack(layout: list[Message], fd: int) -> Arrays:
     }
 
 
-def _unnamed_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("phalanx-batch")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
-
-
-def serve(link: socket.socket) -> None:
+def serve(link: socket.socket, here: Whereabouts) -> None:
     """Answer until the rank closes the connection."""
     samples: Any = None
     while (received := receive(link)) is not None:
@@ -115,10 +109,10 @@ def serve(link: socket.socket) -> None:
         try:
             if "open" in message:
                 sys.path[:] = message["sys_path"]
-                samples = _open(message["open"])
+                samples = _open(message["open"], here)
             elif "probe" in message:
                 sys.path[:] = message["sys_path"]
-                answer = {"facts": _probe(message["probe"])}
+                answer = {"facts": _probe(message["probe"], here)}
             else:
                 layout, fd = pack(samples.take(np.array(message["indices"], np.int64)))
                 answer = {"step": message["step"], "arrays": layout}
@@ -131,21 +125,29 @@ def serve(link: socket.socket) -> None:
             os.close(fd)
 
 
-def _open(spec: Message) -> Any:
+def _open(spec: Message, here: Whereabouts) -> Any:
     from phalanx.data.samples import SampleSpec
+    from phalanx.data.user_dataset import UserSamples
 
-    return SampleSpec(**spec).open()
+    samples = SampleSpec(**spec).open()
+    if isinstance(samples, UserSamples):
+        samples.on_sample = here.reads
+    return samples
 
 
-def _probe(wanted: Message) -> Message:
-    from phalanx.data.user_dataset import digest_of_some, open_user_dataset
+def _probe(wanted: Message, here: Whereabouts) -> Message:
+    from phalanx.data.user_dataset import digest_of_some, first_shapes, open_user_dataset
 
     source, args = wanted["source"], wanted["args"]
-    train, held_out = (open_user_dataset(source, args, split) for split in ("train", "held_out"))
+    here.opens("train")
+    train = open_user_dataset(source, args, "train")
+    here.opens("held_out")
+    held_out = open_user_dataset(source, args, "held_out")
     return {
         "num_train": len(train),
         "num_held_out": 0 if held_out is None else len(held_out),
-        "some_samples": digest_of_some(train, source),
+        "some_samples": digest_of_some(train, source, here.reads),
+        "first_shapes": first_shapes(train, source, here.reads),
     }
 
 
@@ -170,6 +172,7 @@ def _end_with_the_rank(link: socket.socket, rank_pid: int) -> None:
     """Be killed when the rank is gone, even while stopped or inside C code; elsewhere than on Linux, soon after."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, b"phalanx-data")
     if os.getppid() != rank_pid:  # it was gone before we asked
         os._exit(1)
     threading.Thread(target=_watch, args=(link,), name="phalanx-lifeline", daemon=True).start()
@@ -190,7 +193,7 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     _end_with_the_rank(link, int(sys.argv[2]))
     try:
-        serve(link)
+        serve(link, Whereabouts(int(sys.argv[3])))
     except BrokenPipeError:
         pass
     return 0

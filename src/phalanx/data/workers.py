@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 import phalanx
 from phalanx.core.errors import DataError
 from phalanx.data.user_dataset import UserFacts
+from phalanx.data.whereabouts import Place, Whereabouts, new_whereabouts
 from phalanx.data.worker import Arrays, Message, error_of, receive, send, unpack
 from phalanx.data.worker_log import WorkerLog
 from phalanx.observe.events import Event, LoaderWorkerReplaced
@@ -32,8 +34,10 @@ from phalanx.observe.events import Event, LoaderWorkerReplaced
 STEPS_AHEAD = 2  # of each worker
 MAX_REPLACEMENTS = 3  # for one step
 START_S = 30.0  # to import what a dataset needs, on top of the time for an answer
-PROBE_TIMEOUT_S = 600.0
+OPENING_S = 300.0  # at least, for each split of a user's dataset: a first time may download what it reads
+SAID_AFTER_S = 5.0  # of waiting; then each time that it is three times as long
 _CLOSE_S = 2.0
+_POLL_MS = 200
 
 
 @dataclass
@@ -43,6 +47,7 @@ class _Worker:
     process: subprocess.Popen[bytes]
     link: socket.socket
     log: WorkerLog
+    place: Whereabouts
     owed: deque[int] = field(default_factory=deque)
     heard_s: float = field(default_factory=lambda: time.monotonic() + START_S)
 
@@ -62,8 +67,10 @@ class WorkerPool:
         timeout_s: float,
         emit: Callable[[Event], None],
         logs: Path | None = None,
+        rank: int | None = None,
     ) -> None:
         self._logs = logs
+        self._of_rank = "" if rank is None else f" of rank {rank}"
         self._spec, self._num_workers, self._timeout_s = spec, num_workers, timeout_s
         self._indices_of, self._emit = indices_of, emit
         self._workers: list[_Worker] = []
@@ -142,9 +149,12 @@ class WorkerPool:
     def _replace(self, number: int, *, is_silent: bool = False) -> None:
         """Kill what is left of a worker and give its steps to a new one."""
         worker = self._workers[number]
+        sample = worker.place.read().sample
         ended, last_words = _stop(worker, at_once=is_silent, aloud=True)
         ended = f"silent for {self._timeout_s:g} s" if is_silent else ended
-        why = f"worker {number} {ended}" + (f"; it said last: {last_words}" if last_words else "")
+        ended += f" at sample {sample}" if sample is not None else ""
+        name = f"worker {number}{self._of_rank}"
+        why = f"{name} {ended}" + (f"; it said last: {last_words}" if last_words else "")
         step = worker.owed[0]
         self._replacements[step] = self._replacements.get(step, 0) + 1
         self._emit(LoaderWorkerReplaced(step, why))
@@ -153,9 +163,8 @@ class WorkerPool:
             self.close()
             raise DataError(
                 f"workers end at step {step} again and again",
-                where=f"loader worker {number} of {self._num_workers}",
-                why=why.removeprefix(f"worker {number} ")
-                + (f"; all of it: {worker.log.path}" if worker.log.path else ""),
+                where=f"loader {name}, one of {self._num_workers}",
+                why=why.removeprefix(f"{name} ") + (f"; all of it: {worker.log.path}" if worker.log.path else ""),
                 fix="see it happen in the rank with data.workers=0; if it is only slow, raise data.worker_timeout_s",
             )
         fresh = self._workers[number] = self._start(number)
@@ -166,32 +175,36 @@ class WorkerPool:
 
     def _start(self, number: int) -> _Worker:
         path = self._logs and self._logs.with_name(f"{self._logs.name}-worker-{number}.log")
-        worker = _spawn(WorkerLog(f"loader worker {number}", path))
+        name = f"worker {number}{self._of_rank}"
+        worker = _spawn(WorkerLog(f"loader {name}", path), name)
         with contextlib.suppress(OSError):
             send(worker.link, {"open": self._spec, "sys_path": sys.path})
         return worker
 
 
-def _spawn(log: WorkerLog) -> _Worker:
+def _spawn(log: WorkerLog, name: str) -> _Worker:
     ours, theirs = socket.socketpair()
+    place = new_whereabouts()
+    numbers = [str(number) for number in (theirs.fileno(), os.getpid(), place.fd)]
     root = str(Path(phalanx.__file__).resolve().parents[1])
     python_path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "phalanx.data.worker", str(theirs.fileno()), str(os.getpid())],
+            [sys.executable, "-P", "-m", "phalanx.data.worker", *numbers, name.replace(" ", "-")],
             stdin=subprocess.DEVNULL,
             stdout=log.file,
             stderr=log.file,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[theirs.fileno(), place.fd],
             # Unbuffered: what a user's code prints must be there when it is killed.
             env=os.environ | {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
         )
-    return _Worker(process, ours, log)
+    return _Worker(process, ours, log, place)
 
 
 def _stop(worker: _Worker, *, at_once: bool = False, aloud: bool = False) -> tuple[str, str]:
     """End a worker. Returns how it ended, and the last line it wrote; with `aloud`, all of it is said here, too."""
     worker.link.close()
+    worker.place.close()
     if not at_once:
         with contextlib.suppress(subprocess.TimeoutExpired):
             worker.process.wait(_CLOSE_S)
@@ -201,30 +214,67 @@ def _stop(worker: _Worker, *, at_once: bool = False, aloud: bool = False) -> tup
     return why, worker.log.close(aloud=aloud)
 
 
-def probe_user_dataset(source: str, args: Mapping[str, Any]) -> UserFacts:
-    """Open a user's dataset in a process of its own and take its first sample.
+def probe_user_dataset(source: str, args: Mapping[str, Any], timeout_s: float = 60.0) -> UserFacts:
+    """Open a user's dataset in a process of its own and take some samples, each within `timeout_s`.
 
     Raises what opening raises: LayoutError for a name that does not exist, DataError for a dataset that cannot be used.
     """
-    worker = _spawn(WorkerLog("data.source", None))
-    worker.link.settimeout(PROBE_TIMEOUT_S)
+    worker = _spawn(WorkerLog("data.source", None), "probe")
+    worker.place.opens("train")
+    limits_s = (timeout_s, max(timeout_s, OPENING_S))
     try:
         send(worker.link, {"probe": {"source": source, "args": dict(args)}, "sys_path": sys.path})
-        received = receive(worker.link)
+        is_late = not _comes(worker, source, *limits_s)
+        received = None if is_late else receive(worker.link)
     except OSError:
-        received = None
-    why, last_words = _stop_quietly(worker)
+        is_late, received = False, None
+    except BaseException:  # Ctrl-C, SIGTERM
+        _stop_quietly(worker, at_once=True)
+        raise
+    place = worker.place.read()
+    why, last_words = _stop_quietly(worker, at_once=is_late)
     if received is None:
-        raise DataError("the dataset cannot be opened", where=f"data.source {source}", why=last_words or why)
+        raise _no_facts(source, place, "" if is_late else why, last_words, *limits_s)
     message = received[0]
     if "error" in message:
         raise error_of(message["error"])
     return UserFacts(source, dict(args), **message["facts"])
 
 
-def _stop_quietly(worker: _Worker) -> tuple[str, str]:
+def _comes(worker: _Worker, source: str, sample_s: float, opening_s: float) -> bool:
+    """Wait for an answer, or the end of the process, and say what for; False if the user's code takes too long."""
+    poll = select.poll()
+    poll.register(worker.link.fileno(), select.POLLIN)
+    since_s, next_said_s = 0.0, SAID_AFTER_S
+    while not poll.poll(_POLL_MS):
+        place = worker.place.read()
+        if place.since_s != since_s:
+            since_s, next_said_s = place.since_s, SAID_AFTER_S
+        limit_s = opening_s if place.sample is None else sample_s
+        waited_s = time.monotonic() - since_s
+        if waited_s > limit_s:
+            return False
+        if waited_s >= next_said_s:
+            print(f"phalanx: {source}: waiting for {place} ({waited_s:.0f} s of {limit_s:g} s)", file=sys.stderr)
+            next_said_s *= 3
+    return True
+
+
+def _no_facts(source: str, place: Place, ended: str, last_words: str, sample_s: float, opening_s: float) -> DataError:
+    """Why a probe gave no answer; `ended` is how its process did, empty if it took too long."""
+    said = f"it said last: {last_words}" if last_words else ""
+    if ended:
+        what = f"the process that read {place} ended" if place.sample is not None else "the dataset cannot be opened"
+        return DataError(what, where=f"data.source {source}", why="; ".join(filter(None, (ended, said))))
+    limit_s = opening_s if place.sample is None else sample_s
+    what = f"{place} did not come within {limit_s:g} s".replace("to open did not come", "did not open")
+    fix = "if it is only slow, raise data.worker_timeout_s"
+    return DataError(what, where=f"data.source {source}", why=said or None, fix=fix)
+
+
+def _stop_quietly(worker: _Worker, *, at_once: bool) -> tuple[str, str]:
     """What a probe printed is the user's own; an error is said in one line instead."""
     with contextlib.redirect_stderr(open(os.devnull, "w")) as nowhere:
-        ended = _stop(worker)
+        ended = _stop(worker, at_once=at_once)
     nowhere.close()
     return ended

@@ -18,6 +18,7 @@ from phalanx.job.explain import Finding
 from phalanx.job.model_checks import QUESTIONS as MODEL_QUESTIONS
 from phalanx.job.nearby import divisors, divisors_near, multiples_near
 from phalanx.job.positions import Path
+from phalanx.job.rate import warmup_steps
 from phalanx.job.schema import Job
 from phalanx.job.secret_checks import secrets_in
 
@@ -149,7 +150,7 @@ def ranks_share_the_batch(job: Job) -> list[Finding]:
 
 @check("train.steps", "optim.warmup_steps", asked_by=("optim.warmup_steps",))
 def warmup_fits(job: Job) -> list[Finding]:
-    steps, warmup = job.train.steps, job.optim.warmup_steps
+    steps, warmup = job.train.steps, warmup_steps(job)
     if warmup <= steps:
         return []
     what = f"a warm-up of {warmup} steps is longer than the {steps} steps of train.steps"
@@ -164,7 +165,7 @@ def warmup_fits(job: Job) -> list[Finding]:
     asked_by=("optim.warmup_steps", "optim.decay_fraction"),
 )
 def warmup_and_decay_fit(job: Job) -> list[Finding]:
-    steps, warmup, decay = job.train.steps, job.optim.warmup_steps, job.optim.decay_fraction
+    steps, warmup, decay = job.train.steps, warmup_steps(job), job.optim.decay_fraction
     if job.optim.schedule != "wsd" or warmup > steps or warmup + int(decay * steps) <= steps:
         return []
     what = f"{warmup} steps of warm-up and {int(decay * steps)} of decay are more than the {steps} steps of train.steps"
@@ -200,15 +201,6 @@ def scaling_needs_a_reference(job: Job) -> list[Finding]:
 
 
 # Evaluation
-
-
-@check("train.steps", "eval.every_steps", asked_by=("eval.every_steps",))
-def evaluations_come(job: Job) -> list[Finding]:
-    every, steps = job.eval.every_steps, job.train.steps
-    if every is None or every <= steps:
-        return []
-    what = f"an evaluation each {every} steps never comes in the {steps} steps of train.steps"
-    return [_finding("eval.every_steps", what, f"every_steps at most {steps}, or none: the end is evaluated anyway")]
 
 
 @check("eval.tokens", "eval.every_steps", "eval.keep_best")

@@ -24,7 +24,7 @@ from phalanx.job.shape import Measured, ModelShape, measured_shape
 
 PROBE = "phalanx.nn.probe"
 TIMEOUT_S = 300.0
-ANSWER = 2  # what the probe tells has changed; answers that are kept from before are not asked
+ANSWER = 3  # what the probe tells has changed; answers that are kept from before are not asked
 
 
 def probe_foreign_shape(
@@ -87,9 +87,11 @@ def _shape(kind: str, printed: str) -> ModelShape:
         blocks = [_size_within(str(block), sizes) for block in answer["blocks"]]
         num_params, num_trainable = int(answer["num_params"]), int(answer["num_trainable_params"])
         batchnorms, dropouts = int(answer.get("num_batchnorms", 0)), int(answer.get("num_dropouts", 0))
+        masks = bool(answer.get("names_document_ids", True))
     except (ValueError, TypeError, KeyError):
         raise _refuse(kind, f"the probe printed {_last_line(printed)[:80]!r} instead of its answer") from None
-    measured = Measured(num_params, num_trainable, max(blocks, default=num_params), sum(blocks), batchnorms, dropouts)
+    largest = max(blocks, default=num_params)
+    measured = Measured(num_params, num_trainable, largest, sum(blocks), batchnorms, dropouts, masks)
     return measured_shape(kind, len(blocks), measured)
 
 

@@ -1,4 +1,5 @@
-"""The peak learning rate of a job: `optim.lr`, scaled by rule when the batch is not the one that lr was tuned for.
+"""The peak learning rate of a job, and how many steps lead up to it: `optim.lr`, scaled by rule when the batch is not
+the one that lr was tuned for.
 
 A pure function of the job, and the only place where the rule is applied. AdamW's betas and eps stay what they are:
 Malladi et al. (2022) scale them too, which matters at factors far beyond those that are safe to extrapolate over.
@@ -18,12 +19,21 @@ REASONS = {
 RULES = {"adamw": "sqrt", "sgd": "linear"}  # what "auto" means
 
 
+MAX_DEFAULT_WARMUP = 50  # steps
+
+
 @dataclass(frozen=True)
 class PeakRate:
     """`why` says how `lr` came from the job's; empty where it is the job's."""
 
     lr: float
     why: str = ""
+
+
+def warmup_steps(job: Job) -> int:
+    """The steps of linear warm-up: the job's, or where it leaves them open what is never most of a run."""
+    given = job.optim.warmup_steps
+    return min(MAX_DEFAULT_WARMUP, job.train.steps // 10) if given is None else given
 
 
 def scaling_rule(optim: Optim) -> str | None:

@@ -156,8 +156,9 @@ class Data(Section):
     """Several sources with weights, instead of source: [[data.mixture]] tables with source and weight."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of your own dataset (source = "package.module:factory")."""
-    tokenizer: Text = "bytes"
-    """How text becomes tokens: "bytes", or a Hugging Face tokenizer.json. Token shards know theirs."""
+    tokenizer: Text | None = None
+    """How text becomes tokens: "bytes", or a Hugging Face tokenizer.json. Default: bytes. Token shards know theirs, and
+    another is refused."""
     column: Text = "text"
     """The field of JSONL rows, or the column of Parquet and Arrow files, that holds the text."""
     seq_len: Positive = 128
@@ -168,7 +169,7 @@ class Data(Section):
     """Processes of each rank that read ahead. With 0 a thread does, for tokens; your own dataset is then read in the
     step. Default: 1 for your own dataset, else 0."""
     worker_timeout_s: PositiveFloat = 60.0
-    """A worker that is silent for this long is replaced."""
+    """A worker that is silent for this long is replaced. Before the start: what a sample of your dataset may take."""
     held_out_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """Part of the documents kept for evaluation, chosen by document name (by position if there is one)."""
 
@@ -232,8 +233,8 @@ class Optim(Section):
     """Global gradient norm above which gradients are scaled down; none when absent (clip_norm = "none")."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Shape after warm-up. wsd: constant, then linear over the last decay_fraction."""
-    warmup_steps: Count = 50
-    """Steps of linear warm-up."""
+    warmup_steps: Count | None = None
+    """Steps of linear warm-up; 0: none. Without it a tenth of train.steps, and 50 at most."""
     min_lr_ratio: Fraction = 0.1
     """Last learning rate over the peak."""
     decay_fraction: Fraction = 0.2

@@ -29,6 +29,8 @@ class Measured:
     num_batchnorms: int = 0
     num_dropouts: int = 0
     """Layers with a probability above 0."""
+    names_document_ids: bool = True
+    """Its forward does, and so may keep documents apart."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import os
 import signal
@@ -11,7 +12,7 @@ import threading
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from phalanx.core.errors import ExitCode
 from phalanx.core.logs import redirect_output
@@ -70,6 +71,16 @@ def _report(task: RankTask, error: BaseException) -> int:
     except OSError:  # a full disk; the exit code still says that it failed
         traceback.print_exc()
     return report.exit_code
+
+
+def leave(code: int) -> NoReturn:
+    """End a rank's process with `code`, whatever threads its process groups still have: teardown may abort on them."""
+    if code in (ExitCode.OK, ExitCode.PREEMPTED, ExitCode.INTERRUPTED):
+        _finish()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it any more
+            stream.flush()
+    os._exit(code)
 
 
 def _finish() -> None:

@@ -9,6 +9,7 @@ from phalanx.core.units import format_seconds
 from phalanx.launch.verdict import Failure
 
 SAME_FAILURE_LIMIT = 3
+SAME_EXCEPTION_LIMIT = 2  # the same words at the same step: unlike a signal, nobody sent it from outside
 
 
 class RestartPolicy:
@@ -27,7 +28,7 @@ class RestartPolicy:
         key = (failure.step, failure.signature)
         self._num_same = self._num_same + 1 if key == self._last else 1
         self._last = key
-        if self._num_same >= SAME_FAILURE_LIMIT:
+        if self._num_same >= (SAME_EXCEPTION_LIMIT if failure.cause == "exception" else SAME_FAILURE_LIMIT):
             where = f"at step {failure.step}" if failure.step else "before the first step"
             raise RestartBudgetError(
                 f"deterministic failure {where}: {failure.detail}", why=f"{self._num_same} times in a row"

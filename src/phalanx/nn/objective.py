@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from phalanx.core.batch import IGNORE_INDEX
+from phalanx.core.errors import LayoutError
 
 Objective = Callable[[Any, Mapping[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
 
@@ -28,9 +29,17 @@ class CausalOutput(NamedTuple):
     head_VD: torch.Tensor
 
 
+def takes_classes(objective: Objective) -> Objective:
+    """Mark an objective that takes each of batch["labels"], or "targets", for the number of a class, or -100: others
+    are then refused with their value before it is called.
+    """
+    objective.takes_classes = True  # type: ignore[attr-defined]
+    return objective
+
+
 def causal_cross_entropy(chunk_tokens: int) -> Objective:
     """Cross-entropy summed over targets that are not -100, with logits of at most `chunk_tokens` tokens at a time."""
-    return functools.partial(_causal_cross_entropy, chunk_tokens)
+    return takes_classes(functools.partial(_causal_cross_entropy, chunk_tokens))
 
 
 def _causal_cross_entropy(
@@ -44,12 +53,13 @@ def _causal_cross_entropy(
     return loss_sum, (targets_N != IGNORE_INDEX).sum()
 
 
+@takes_classes
 def token_cross_entropy(outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """For modules that return logits [..., vocab]: cross-entropy summed over targets that are not -100."""
     if not isinstance(outputs, torch.Tensor) or outputs.ndim < 2:
-        raise TypeError(
-            f"the model returned {type(outputs).__name__}, which the built-in objective cannot read: return logits "
-            "[..., vocab] or CausalOutput, or set model.objective"
+        raise LayoutError(
+            f"the model returned {_form(outputs)}, which the built-in objective cannot read",
+            fix="return logits [..., vocab] or CausalOutput, or set model.objective",
         )
     targets = batch["targets"].flatten()
     logits = outputs.flatten(0, -2).float() if outputs.dtype != torch.float64 else outputs.flatten(0, -2)
@@ -57,13 +67,17 @@ def token_cross_entropy(outputs: Any, batch: Mapping[str, torch.Tensor]) -> tupl
     return loss_sum, (targets != IGNORE_INDEX).sum()
 
 
+@takes_classes
 def classification_cross_entropy(outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """For modules that return logits [batch, classes]: cross-entropy summed over labels that are not -100.
 
     Labels are batch["labels"], or "targets" of a batch that calls them so.
     """
     if not isinstance(outputs, torch.Tensor) or outputs.ndim != 2:
-        raise TypeError(f"classification needs logits [batch, classes]; the model returned {_form(outputs)}")
+        raise LayoutError(
+            f"classification needs logits [batch, classes]; the model returned {_form(outputs)}",
+            fix="return them, or set model.objective",
+        )
     labels = batch["labels"] if "labels" in batch else batch["targets"]
     logits = outputs if outputs.dtype == torch.float64 else outputs.float()
     loss_sum = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
@@ -13,9 +14,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
 
+import phalanx
 from phalanx.core.errors import PhalanxError
 from phalanx.core.registry import resolve
 from phalanx.mesh.blocks import find_blocks
+
+_OUR_FOLDER = str(Path(phalanx.__file__).parent) + os.sep
 
 
 def describe(kind: str, args: dict[str, object]) -> dict[str, object]:
@@ -39,6 +43,7 @@ def describe(kind: str, args: dict[str, object]) -> dict[str, object]:
         "tensors": [[name, list(p.shape), str(p.dtype).removeprefix("torch.")] for name, p in parameters],
         "num_batchnorms": sum(isinstance(part, _BatchNorm) for part in module.modules()),
         "num_dropouts": sum(_drops(part) for part in module.modules()),
+        "names_document_ids": "document_ids" in inspect.signature(module.forward).parameters,
         "blocks": [name for name, part in module.named_modules() if id(part) in blocks],
     }
 
@@ -49,12 +54,16 @@ def _drops(part: torch.nn.Module) -> bool:
     return isinstance(probability, float) and probability > 0
 
 
-def user_place(error: Exception) -> str:
+def user_place(error: BaseException) -> str:
     """ "model.py:12: " for the innermost line of the user's own code, or nothing."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if "site-packages" not in f.filename and "phalanx" not in Path(f.filename).parts]
-    own = [f for f in own if not f.filename.startswith("<")]
+    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(("<", _OUR_FOLDER))]
     return f"{Path(own[-1].filename).name}:{own[-1].lineno}: " if own else ""
+
+
+def one_line(error: BaseException) -> str:
+    """What the planner shows: the place, the type and all of the message."""
+    return " ".join(f"{user_place(error)}{type(error).__name__}: {error}".split())
 
 
 if __name__ == "__main__":
@@ -64,6 +73,6 @@ if __name__ == "__main__":
         print(json.dumps(describe(request["kind"], request.get("args", {}))))
     except PhalanxError as error:
         sys.exit(str(error))
-    except Exception as error:  # the user's own code: the last line is what the planner shows
+    except (Exception, SystemExit) as error:  # the user's own code
         traceback.print_exc()
-        sys.exit(f"{user_place(error)}{type(error).__name__}: {error}")
+        sys.exit(one_line(error))

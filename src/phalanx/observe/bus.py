@@ -2,7 +2,7 @@
 
 The process's own JSONL file is written at once (a buffered write and a flush, tens of microseconds). Every sink lives
 behind an outlet: a queue and a thread of its own, in which it is also opened and closed. Whatever a sink does, no step
-waits for it, and the end of the run does for `CLOSE_S` at most. Secrets of the environment are taken out of every event
+waits for it, and the end of the run does for `CLOSE_S`, or longer for one that is at work. Secrets of the environment are taken out of every event
 before anybody sees it.
 """
 
@@ -23,6 +23,7 @@ from phalanx.observe.outlet import OpenSink, Outlet, Sink
 __all__ = ["CLOSE_S", "Bus", "OpenSink", "Sink", "event_path"]
 
 CLOSE_S = 15.0  # all sinks of a process together have this long to finish; what still runs then is left behind
+CLOSE_MORE_S = 60.0  # and this much longer after a good end, while they are seen to work
 CLOSE_AFTER_ERROR_S = 1.0  # a rank that failed is waited for by all others
 QUEUE_SIZE = 4096
 
@@ -82,13 +83,16 @@ class Bus:
             if outlet.name != about:
                 outlet.put(envelope)
 
-    def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Let the sinks write what is queued and close, all at the same time; tell what was lost, if anything."""
+    def close(self, timeout_s: float = CLOSE_S, more_s: float = 0.0) -> None:
+        """Let the sinks write what is queued and close, all at the same time; tell what was lost, if anything.
+
+        A sink that is still at work then has up to `more_s` more.
+        """
         until = time.monotonic() + timeout_s
         for outlet in self._outlets:
             outlet.finish()
         for outlet in self._outlets:
-            outlet.join(until)
+            outlet.join(until, max(0.0, more_s - max(0.0, time.monotonic() - until)))
         if self.num_unwritten:
             self.emit(SinkDropped("events", self.num_unwritten, "the event file did not take them"))
         with self._lock:

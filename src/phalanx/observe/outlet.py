@@ -27,9 +27,25 @@ class Sink(Protocol):
 
 @runtime_checkable
 class Abandonable(Protocol):
-    """A sink that can be ended from another thread while it stands still."""
+    """A sink that can be ended from another thread while it stands still, and knows what that may cost."""
 
     def abandon(self) -> None: ...
+
+    def is_working(self) -> bool:
+        """True if it has done anything since this was asked last."""
+        ...
+
+    @property
+    def num_unwritten(self) -> int:
+        """Events that it has taken and that are not known to be durable."""
+        ...
+
+
+@runtime_checkable
+class Flushable(Protocol):
+    """A sink that can make durable what it has taken."""
+
+    def flush(self) -> None: ...
 
 
 @runtime_checkable
@@ -38,6 +54,8 @@ class Speaking(Protocol):
 
     def listen(self, say: Callable[[str], None]) -> None: ...
 
+
+WORK_S = 5.0  # a sink that did nothing for so long stands still
 
 OpenSink = Callable[[], Sink]
 
@@ -75,19 +93,40 @@ class Outlet:
         self._finish_s = time.monotonic()
         self._put_end(0.0)
 
-    def join(self, until: float) -> None:
-        """Wait for the sink to be closed, until that time (monotonic seconds); then tell what was lost, if anything."""
-        self._put_end(max(0.0, until - time.monotonic()))
-        self._thread.join(max(0.0, until - time.monotonic()))
+    def join(self, until: float, more_s: float = 0.0) -> None:
+        """Wait for the sink to be closed, until that time (monotonic seconds), and then up to `more_s` longer while it
+        is seen to work; then tell what was lost, if anything.
+        """
+        self._is_working()
+        self._wait(until)
+        while more_s > 0 and self._thread.is_alive() and not self._is_over and self._is_working():
+            window_s = min(WORK_S, more_s)
+            more_s -= window_s
+            self._wait(time.monotonic() + window_s)
         if self._thread.is_alive() and not self._is_over:
             self._is_over = True
+            num_lost = self.num_lost + self._num_waiting()
+            unknown = "; some of them may be written" if (num_unknown := self._num_unwritten()) else ""
             if isinstance(self._sink, Abandonable):
                 self._sink.abandon()
             waited_s = time.monotonic() - self._finish_s
-            reason = f"it still {self._doing} after {waited_s:.1f} s and is left behind"
-            self._tell(SinkDropped(self.name, self.num_lost + self._num_waiting(), reason))
+            reason = f"it still {self._doing} after {waited_s:.1f} s and is left behind{unknown}"
+            self._tell(SinkDropped(self.name, num_lost + num_unknown, reason))
         elif self.num_lost:
             self._tell(SinkDropped(self.name, self.num_lost, "it did not keep up"))
+
+    def _wait(self, until: float) -> None:
+        self._put_end(max(0.0, until - time.monotonic()))
+        self._thread.join(max(0.0, until - time.monotonic()))
+
+    def _is_working(self) -> bool:
+        return isinstance(self._sink, Abandonable) and self._sink.is_working()
+
+    def _num_unwritten(self) -> int:
+        """Of what the sink was given; of one that cannot say, the event that it stands at."""
+        if isinstance(self._sink, Abandonable):
+            return self._sink.num_unwritten
+        return int(self._doing == "writes")
 
     def _put_end(self, timeout_s: float) -> None:
         """Put the mark behind which nothing comes, as soon as the queue has room for it."""
@@ -133,7 +172,8 @@ class Outlet:
             sink.close()
         except BaseException as error:
             if not self._is_over:
-                self._tell(SinkDropped(self.name, self.num_lost, f"on close: {reason_of(error)}"))
+                num_lost = self.num_lost + self._num_unwritten()
+                self._tell(SinkDropped(self.name, num_lost, f"on close: {reason_of(error)}"))
                 self.num_lost = 0
 
 

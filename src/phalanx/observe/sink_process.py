@@ -2,7 +2,8 @@
 
 For sinks whose library starts threads, hooks `sys.exit`, waits for servers or may hang: none of that touches a rank,
 and what hangs can be killed. The process says what it has to say as lines of JSON on its standard output; whatever the
-library prints goes to RUN/logs/sink-KIND.log. It ends when its input does, or with the rank's process group.
+library prints goes to RUN/logs/sink-KIND.log. It ends when its input does, or with the rank's process group. What is
+durable is said as it becomes so: of a process that is killed, everything else counts as lost.
 """
 
 from __future__ import annotations
@@ -11,22 +12,28 @@ import contextlib
 import importlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
+
+import psutil
 
 from phalanx.core.logs import redirect_output
 from phalanx.core.secrets import Redactor
 from phalanx.observe.events import Envelope, parse_line
-from phalanx.observe.outlet import Sink, reason_of
+from phalanx.observe.outlet import Flushable, Sink, reason_of
 
 SINKS = "phalanx.observe.sinks"
 END = b"\n"  # said as well: a process that user code forked may hold the pipe open
 NICE = 5  # the ranks come first
+FLUSH_S = 2.0  # what a process that is killed loses at most, of a sink that can make durable what it has
+READ_BYTES = 1 << 16
 
 
 class SinkProcessError(Exception):
@@ -44,6 +51,8 @@ class ProcessSink:
         self._reason = ""
         self._say: Callable[[str], None] | None = None
         self._is_open = True
+        self._num_sent = self._num_written = 0
+        self._seen: tuple[int, float] = (0, 0.0)
         self._process = subprocess.Popen(
             # -P: the folder we happen to stand in is not searched for modules.
             [sys.executable, "-P", "-m", "phalanx.observe.sink_process", kind, str(run_dir)],
@@ -61,11 +70,29 @@ class ProcessSink:
     def write(self, envelope: Envelope) -> None:
         """Raises SinkProcessError if the process has ended; blocks while it does not read."""
         assert self._process.stdin is not None
+        self._num_sent += 1
         try:
             self._process.stdin.write(envelope.to_line().encode() + b"\n")
             self._process.stdin.flush()
         except OSError:
             raise self._failure() from None
+
+    @property
+    def num_unwritten(self) -> int:
+        """Events that the process was given, or is being given, and has not said to be durable."""
+        return self._num_sent - self._num_written
+
+    def is_working(self) -> bool:
+        """True if it has come further, or used the processor, since this was asked last."""
+        before, self._seen = self._seen, (self._num_written, self._cpu_s())
+        return self._seen != before
+
+    def _cpu_s(self) -> float:
+        try:
+            used = psutil.Process(self._process.pid).cpu_times()
+        except psutil.Error:
+            return 0.0
+        return float(used.user + used.system)
 
     def close(self) -> None:
         """End its input and wait until it is done. Raises SinkProcessError if it did not end well."""
@@ -108,6 +135,7 @@ class ProcessSink:
 
     def _take(self, message: dict[str, str]) -> None:
         self._reason = message.get("error") or self._reason
+        self._num_written = int(message.get("written", self._num_written))
         if words := message.get("say"):
             self._say(words) if self._say is not None else self._said.append(words)
 
@@ -129,23 +157,48 @@ def main(arguments: Sequence[str]) -> int:
         sink: Sink = module.open_sink(run_dir)
         if greeting := getattr(sink, "greeting", ""):
             _tell(speaker, {"say": redactor.text(greeting)})
-        _feed(sink)
+        _feed(sink, speaker)
     except BaseException as error:  # the library may call sys.exit
         _tell(speaker, {"error": redactor.text(reason_of(error))})
         return 1
     return 0
 
 
-def _feed(sink: Sink) -> None:
+def _feed(sink: Sink, speaker: TextIO) -> None:
+    """Write what comes, and say how much of it is durable: each FLUSH_S where the sink can do that, else at the end."""
+    num_taken = num_flushed = 0
+    flushed_s = time.monotonic()
     try:
-        for line in sys.stdin.buffer:
-            if line == END:
-                break
-            envelope = parse_line(line.decode("utf-8", errors="replace"))
-            if envelope is not None:
-                sink.write(envelope)
+        for line in _lines(sys.stdin.fileno()):
+            if line:
+                num_taken += 1
+                envelope = parse_line(line.decode("utf-8", errors="replace"))
+                if envelope is not None:
+                    sink.write(envelope)
+            if num_taken > num_flushed and time.monotonic() - flushed_s >= FLUSH_S and isinstance(sink, Flushable):
+                sink.flush()
+                num_flushed, flushed_s = num_taken, time.monotonic()
+                _tell(speaker, {"written": str(num_flushed)})
     finally:
         sink.close()
+    _tell(speaker, {"written": str(num_taken)})
+
+
+def _lines(handle: int) -> Iterator[bytes]:
+    """Lines as they come, up to END or the end of the input; an empty one where none has come for a while."""
+    held = b""
+    while True:
+        if not select.select([handle], [], [], FLUSH_S / 2)[0]:
+            yield b""
+            continue
+        found = os.read(handle, READ_BYTES)
+        if not found:
+            return
+        *lines, held = (held + found).split(b"\n")
+        for line in lines:
+            if line + b"\n" == END:
+                return
+            yield line
 
 
 def _tell(speaker: TextIO, message: dict[str, str]) -> None:

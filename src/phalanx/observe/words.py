@@ -19,6 +19,11 @@ def printable(text: str, limit: int = 2000) -> str:
     return line if len(text) <= limit else line[:-1] + "…"
 
 
+def plural(number: int, noun: str) -> str:
+    """ "1 rank", "2 ranks"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def _squeezed(text: str, limit: int) -> str:
     return printable(" ".join(text[: 4 * limit].split()), limit)
 
@@ -35,7 +40,7 @@ def _words(event: events.Event, units: Units) -> str | None:
             layout = " x ".join(f"{axis}={degree}" for axis, degree in event.layout.items() if degree > 1) or "one rank"
             start = f", continues at step {event.step} from {event.restored_from}" if event.restored_from else ""
             took = format_seconds(event.startup_s)
-            return f"{event.run}: {event.world_size} ranks on {event.device}, {layout}, started in {took}{start}"
+            return f"{event.run}: {plural(event.world_size, 'rank')} on {event.device}, {layout}, started in {took}{start}"
         case events.WeightsTaken():
             came = f", imported from {event.imported_from}" if event.imported_from else ""
             cast = f", {event.num_cast} of them rounded" if event.num_cast else ""
@@ -79,7 +84,7 @@ def _words(event: events.Event, units: Units) -> str | None:
         case events.LoaderWorkerReplaced():
             return f"a loader worker was replaced at step {event.step}: {event.reason}"
         case events.SinkDropped():
-            lost = f"lost {event.num_dropped} events" if event.num_dropped else "dropped"
+            lost = f"lost {plural(event.num_dropped, 'event')}" if event.num_dropped else "dropped"
             return f"sink {event.sink} {lost}: {event.reason}"
         case events.Note():
             # A note is for machines and the report, unless it says why something is not as one would expect.

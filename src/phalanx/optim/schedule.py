@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 
-from phalanx.job.rate import peak_rate
+from phalanx.job.rate import peak_rate, warmup_steps
 from phalanx.job.schema import Job
 
 
 def learning_rate(job: Job, step: int) -> float:
-    """The rate of update `step` (1-based). Warm-up ends at `warmup_steps`; the last step has peak x min_lr_ratio."""
-    optim, total_steps, peak = job.optim, job.train.steps, peak_rate(job).lr
-    if step <= optim.warmup_steps:
-        return peak * step / optim.warmup_steps
+    """The rate of update `step` (1-based). Warm-up ends at `warmup`; the last step has peak x min_lr_ratio."""
+    optim, total_steps, peak, warmup = job.optim, job.train.steps, peak_rate(job).lr, warmup_steps(job)
+    if step <= warmup:
+        return peak * step / warmup
     low = peak * optim.min_lr_ratio
-    done = (step - optim.warmup_steps) / max(1, total_steps - optim.warmup_steps)
+    done = (step - warmup) / max(1, total_steps - warmup)
     if optim.schedule == "constant":
         return peak
     if optim.schedule == "cosine":

@@ -15,6 +15,7 @@ from phalanx.core.phases import Phases
 from phalanx.mesh.logical import LogicalShard, local_tensor, module_shards
 from phalanx.mesh.mesh import Mesh
 from phalanx.parallel.calling import NamedTensors, call_with_batch, describe_batch
+from phalanx.parallel.indices import TAKES_CLASSES, require_ids, require_looked_up, require_targets
 from phalanx.parallel.protocol import Workpiece
 from phalanx.parallel.saved import SavedBytes
 from phalanx.plan.planner import Plan
@@ -198,11 +199,21 @@ class ParallelModel:
         return StepSums(loss_sum, num_targets)
 
     def _loss(self, batch: Batch, objective: Objective) -> tuple[torch.Tensor, torch.Tensor]:
-        batch = NamedTensors({key: t.to(self.mesh.device, non_blocking=True) for key, t in batch.items()})
+        given = batch
+        if self.plan.model_shape.is_known:
+            require_ids(given, self.plan.vocab_size)
+        batch = NamedTensors({key: t.to(self.mesh.device, non_blocking=True) for key, t in given.items()})
+
+        def loss_of(outputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            if getattr(objective, TAKES_CLASSES, False):
+                require_targets(given, outputs)
+            return objective(outputs, batch)
+
         try:
-            found = self.call_then(batch, lambda outputs: objective(outputs, batch))
+            found = self.call_then(batch, loss_of)
         except Exception as error:
             if not isinstance(error, PhalanxError):
+                require_looked_up(given, error)
                 error.add_note(f"the batch: {describe_batch(batch)}")
             raise
         _require_sums(found)

@@ -66,7 +66,7 @@ def early_warnings(job: Job, plan: Plan, data: DataFacts | None = None) -> tuple
 
 
 def _no_warmup(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
-    if job.optim.warmup_steps:
+    if job.optim.warmup_steps != 0:
         return None
     batch, tokens = plan.global_batch_size, plan.global_batch_size * plan.seq_len
     high = HIGH_LR.get(job.optim.kind, math.inf)
@@ -171,6 +171,23 @@ def _saved_at_the_end_only(job: Job, plan: Plan, data: DataFacts | None) -> str 
     return f"a checkpoint is saved {when} {steps:,} steps: a crash begins again; set checkpoint.every_minutes=10"
 
 
+def _evaluated_at_the_end_only(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
+    """A short trial of a long job's file: nothing to refuse."""
+    every, steps = job.eval.every_steps, job.train.steps
+    if every is None or every <= steps:
+        return None
+    return f"eval.every_steps={every} never comes in {_plural(steps, 'step')}: only the end is evaluated"
+
+
+def _saves_never_come(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
+    """As above. Where nothing is saved at the end either, nothing is kept at all."""
+    every, steps = job.checkpoint.every_steps, job.train.steps
+    if every is None or every <= steps:
+        return None
+    what = "only the end is saved" if job.checkpoint.at_end else "nothing is saved, checkpoint.at_end being false"
+    return f"checkpoint.every_steps={every} never comes in {_plural(steps, 'step')}: {what}"
+
+
 def _fp32_on_gpu(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     if plan.device != "cuda" or plan.precision != "fp32" or plan.num_params < BF16_PAYS_PARAMS:
         return None
@@ -189,6 +206,8 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("many_epochs", _many_epochs),
     ("small_held_out", _small_held_out),
     ("saved_at_the_end_only", _saved_at_the_end_only),
+    ("evaluated_at_the_end_only", _evaluated_at_the_end_only),
+    ("saves_never_come", _saves_never_come),
     ("fp32_on_gpu", _fp32_on_gpu),
 )
 

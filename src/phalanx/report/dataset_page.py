@@ -101,6 +101,14 @@ def left_out(manifest: Manifest) -> list[str]:
         said.append(f"{plural(manifest.num_skipped_files, 'binary file')} skipped")
     if manifest.num_skipped_folders:
         said.append(f"{plural(manifest.num_skipped_folders, 'folder')} skipped, a dataset or a run and not text")
+    if manifest.num_empty_files:
+        said.append(f"{plural(manifest.num_empty_files, 'empty file')} skipped")
+    if manifest.num_not_files:
+        nouns = "entry that is no file" if manifest.num_not_files == 1 else "entries that are no files"
+        said.append(f"{manifest.num_not_files:,} {nouns} skipped (broken links, linked folders, pipes, devices)")
+    if manifest.num_json_as_text:
+        files = plural(manifest.num_json_as_text, ".json file")
+        said.append(f"{files} read as text, not holding an object per line: an array, say, is no rows")
     if manifest.num_repeated_files:
         said.append(f"{plural(manifest.num_repeated_files, 'file')} given again, read once")
     if manifest.num_skipped_rows:

@@ -136,8 +136,7 @@ class LocalStore:
                 if (whole / MANIFEST).is_file():
                     remove_tree(self._disk, path)
                 elif not whole.exists():
-                    self._disk.rename(path, whole)
-                    self._disk.sync_directory(self.root)
+                    self._disk.rename(path, whole)  # after a power loss it comes back again
 
     def _hidden(self) -> list[str]:
         try:

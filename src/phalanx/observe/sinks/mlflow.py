@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ REQUIRES = ("mlflow", "sqlalchemy", "alembic")
 PRELOAD: tuple[str, ...] = ()
 IS_APART = True  # importing it takes seconds, and a server may not answer
 BATCH = 500  # metrics of one request; the most that a server takes are 1000
-BATCH_S = 2.0
 MAX_VALUE = 6000  # letters of a parameter
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
@@ -100,7 +98,6 @@ class MlflowSink:
         self._client, self._metric, self._written, self._metrics = client, metric, written, metrics
         self._run_id = written.run_id
         self._waiting: list[Any] = []
-        self._sent_s = time.monotonic()
         self._is_open = True
 
     def write(self, envelope: Envelope) -> None:
@@ -109,13 +106,19 @@ class MlflowSink:
         if point is None or not self._is_open:
             return
         self._waiting += self._of(point)
-        if len(self._waiting) >= BATCH or time.monotonic() - self._sent_s >= BATCH_S:
-            self._send()
+        if len(self._waiting) >= BATCH:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what waits. Each batch is committed when the call returns."""
+        while self._waiting:
+            self._client.log_batch(self._run_id, metrics=self._waiting[:BATCH])
+            del self._waiting[:BATCH]
 
     def close(self) -> None:
         if self._is_open:
             self._is_open = False
-            self._send()
+            self.flush()
             self._client.set_terminated(self._run_id, STATUS[self._metrics.status])
 
     def _of(self, point: Point) -> list[Any]:
@@ -126,8 +129,3 @@ class MlflowSink:
             if math.isfinite(value)  # MLflow would draw infinity as 1.8e308
             and not self._written.has(name, point.step, value)
         ]
-
-    def _send(self) -> None:
-        for start in range(0, len(self._waiting), BATCH):
-            self._client.log_batch(self._run_id, metrics=self._waiting[start : start + BATCH])
-        self._waiting, self._sent_s = [], time.monotonic()

@@ -1,0 +1,75 @@
+"""Where a process is in a user's dataset: two numbers in shared memory, so that they outlive whatever ends it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import tempfile
+import time
+from dataclasses import dataclass
+
+_STATE = struct.Struct("<dq")
+_SPLITS = {-1: "train", -2: "held_out"}
+_ELSEWHERE = -3
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a process does, and since when (monotonic seconds, which processes of one machine share).
+
+    `sample` is a place in the training split; `opening` the split whose factory runs. Both None: nothing of the user's.
+    """
+
+    since_s: float
+    sample: int | None = None
+    opening: str | None = None
+
+    def __str__(self) -> str:
+        if self.sample is not None:
+            return f"sample {self.sample}"
+        return f"split {self.opening!r} to open" if self.opening else "an answer"
+
+
+class Whereabouts:
+    """Written by the process that reads the dataset, read by the one that waits for it."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._memory = mmap.mmap(fd, _STATE.size)
+
+    def opens(self, split: str) -> None:
+        self._write(next(number for number, name in _SPLITS.items() if name == split))
+
+    def reads(self, sample: int | None) -> None:
+        """`None`: between samples."""
+        self._write(_ELSEWHERE if sample is None else sample)
+
+    def read(self) -> Place:
+        since_s, number = _STATE.unpack_from(self._memory)
+        return Place(since_s, number if number >= 0 else None, _SPLITS.get(number))
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        if not self._memory.closed:
+            self._memory.close()
+            os.close(self.fd)
+
+    def _write(self, number: int) -> None:
+        _STATE.pack_into(self._memory, 0, time.monotonic(), number)
+
+
+def new_whereabouts() -> Whereabouts:
+    fd = unnamed_file("phalanx-place")
+    os.ftruncate(fd, _STATE.size)
+    place = Whereabouts(fd)
+    place.reads(None)
+    return place
+
+
+def unnamed_file(name: str) -> int:
+    """A descriptor of a file in memory that goes with the last process that has it."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
