@@ -471,7 +471,9 @@ def test_a_process_that_stands_still_is_killed(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         bus.emit(step(number))
     bus.close(timeout_s=0.2, more_s=PATIENCE_S)
-    assert [(name, lost) for name, lost, _ in dropped(in_file(tmp_path))] == [("stopped", 3)], "in the pipe is not written"
+    assert [(name, lost) for name, lost, _ in dropped(in_file(tmp_path))] == [("stopped", 3)], (
+        "in the pipe is not written"
+    )
     assert sink._process.wait(PATIENCE_S) == -9
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from commands import TINY, environment, run, write_text
 from phalanx.checkpoint.locks import hold_run_lock
 from phalanx.cli import _app
 from phalanx.cli._arguments import split_arguments
-from phalanx.cli._prepare import prepared_run
+from phalanx.cli._prepare import announce, prepared_run
 from phalanx.cli._summary import summary_lines
 from phalanx.core.errors import DataError, ExitCode, LayoutError, ResourceError, RunLockedError, UsageError
 from phalanx.job.load import load_job
@@ -189,8 +190,19 @@ def test_images_of_another_size_are_refused_before_the_start(tmp_path: Path, mon
     model = ["model.preset=small-vit", "model.num_classes=2", "data.source=pictures:data"]
     for size in (32, 64):
         job = load_job(None, [*model, f"data.args={{ size = {size} }}", f"run.dir={tmp_path / 'run'}"])
-        refused = pytest.raises(LayoutError, match="images are 3 x 64 x 64 .* and the model takes 3 x 32 x 32")
+        refused = pytest.raises(LayoutError, match=r"images are 3 x 64 x 64 .* and the model takes 3 x 32 x 32")
         with contextlib.nullcontext() if size == 32 else refused:
             with prepared_run(job, tmp_path / "run", resume=False, num_ranks=1) as run:
                 run.forget()
         assert not (tmp_path / "run").exists()
+
+
+def test_how_a_single_document_is_held_out_is_said_before_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_text(tmp_path / "text") / "abc.py"
+    job = load_job(None, [*TINY, f"data.source={source}", "parallel.ranks=1", f"run.dir={tmp_path / 'run'}"])
+    with prepared_run(job, tmp_path / "run", resume=False, num_ranks=None) as run:
+        announce(run)
+    said = capsys.readouterr().out
+    assert re.search(r"in 1 documents, [0-9,]+ held out by position \(there is one document", said)

@@ -550,7 +550,7 @@ def test_something_that_is_not_a_regular_file(tmp_path: Path, out_dir: Path) -> 
         (np.zeros(9), "1-D float64"),
         (np.zeros(9, bool), "1-D bool"),
         (np.array([1, 2, -7, 3]), "position 2: token id -7 is negative"),
-        (np.array([1, 2, 2**32, 3]), "position 2: token 4294967296"),
+        (np.array([1, 2, 2**32, 3]), "position 2: token id 4294967296 is no token"),
         (np.array([1, 2, 2**64 - 1], np.uint64), "position 2"),
         (np.array(["a", 1], object), "not a readable .npy file"),
     ],

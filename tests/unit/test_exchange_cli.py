@@ -303,6 +303,7 @@ VERBS: dict[tuple[str, ...], Callable[[Path], Iterable[tuple[object, ...]]]] = {
     ("init",): lambda d: [(d / "job.toml",)],
     ("plan",): lambda d: [(d / "job.toml",), (f"model.init_from={d}",), (f"data.tokenizer={d}", "--explain")],
     ("report",): lambda d: [(d,)],
+    ("verify",): lambda d: [(d / "job.toml",), (f"model.init_from={d}", "--ranks", "1")],
     ("train",): lambda d: [
         *((d / "job.toml",), ("--resume", d)),
         *((f"model.init_from={place}", f"run.dir={d.parent / 'x'}") for place in (d, d / "checkpoints" / "step-1")),

@@ -172,9 +172,9 @@ def test_an_index_that_nothing_answers_to_is_told_with_its_key_value_and_row(
     objective: Any, batch: dict[str, list[int]], words: str
 ) -> None:
     """Whoever looks it up: phalanx's objective before it is called, or the user's own, whose error is explained."""
+    model, tensors = parallel(LooksUp()), {key: torch.tensor(values) for key, values in batch.items()}
     with pytest.raises(DataError) as raised:
-        tensors = {key: torch.tensor(values) for key, values in batch.items()}
-        parallel(LooksUp()).forward_backward([tensors], objective)
+        model.forward_backward([tensors], objective)
     assert words in str(raised.value)
 
 

@@ -9,7 +9,15 @@ import pytest
 from phalanx.checkpoint.best import write_best
 from phalanx.cli._summary import summary_lines
 from phalanx.observe.bus import Bus
-from phalanx.observe.events import EvalFinished, MemoryMeasured, RunFinished, RunStarted, StepFinished, StepSkipped, seal
+from phalanx.observe.events import (
+    EvalFinished,
+    MemoryMeasured,
+    RunFinished,
+    RunStarted,
+    StepFinished,
+    StepSkipped,
+    seal,
+)
 from phalanx.observe.words import describe
 from phalanx.report.page import write_report
 from phalanx.report.reduce import reduce_run
@@ -72,7 +80,10 @@ def test_metrics_are_told_wherever_the_loss_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("applied", "said"),
     [
-        ((False, False), "warning no step was applied, the weights are those it began with: each of the 2 steps had no targets"),
+        (
+            (False, False),
+            "warning no step was applied, the weights are those it began with: each of the 2 steps had no targets",
+        ),
         ((True, False), None),
     ],
 )

@@ -96,9 +96,13 @@ def prepared_run(job: Job, run_dir: Path, *, resume: bool, num_ranks: int | None
 
 def _refuse_masks(job: Job, shape: ModelShape | None) -> None:
     """What every rank would refuse: data.document_masks for a module that cannot honour them."""
-    if job.data.document_masks and shape is not None and shape.measured and not shape.measured.names_document_ids:
+    taken = shape.measured.takes_document_ids if shape is not None and shape.measured else "by name"
+    if job.data.document_masks and taken != "by name":
         raise LayoutError(
             f"model {job.model.kind!r} cannot keep documents apart: its forward names no document_ids",
+            why="it takes any keyword, which does not say that it masks attention by this one"
+            if taken != "no"
+            else None,
             fix="add the argument and mask attention with it, or leave data.document_masks out",
         )
 

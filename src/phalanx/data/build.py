@@ -25,9 +25,9 @@ from phalanx.data.build_pool import run_tasks
 from phalanx.data.cuts import cutter_for
 from phalanx.data.dataset import FORMAT, MANIFEST, Dataset, Manifest, TokenizerFacts, is_dataset, open_dataset
 from phalanx.data.encode import Counts, Outcome, sum_counts
+from phalanx.data.listing import dataset_around
 from phalanx.data.readers import parts_of
 from phalanx.data.shards import dtype_for, open_shard
-from phalanx.data.listing import dataset_around
 from phalanx.data.sources import Found, find_files
 from phalanx.data.spans import Task, default_shard_bytes, plan_tasks
 from phalanx.data.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Tokenizer, load_tokenizer, tokenizer_path

@@ -216,6 +216,8 @@ def read_manifest(directory: Path) -> tuple[Manifest, str]:
         content = path.read_bytes()
         value = json.loads(content)
     except FileNotFoundError:
+        if not directory.is_dir():
+            raise DataError("no such folder", where=str(directory)) from None
         why = "dataset.json is written last, and is not there"
         raise DataError("no finished dataset", where=str(directory), why=why, fix="run phalanx data build") from None
     except OSError as error:

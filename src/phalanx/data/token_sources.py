@@ -174,6 +174,8 @@ def check_ids(opened: Opened, vocab_size: int) -> None:
 def outside(token: int, vocab_size: int, where: str) -> DataError:
     if token < 0:
         return DataError(f"token id {token} is negative", where=where)
+    if vocab_size >= MAX_VOCAB_SIZE:  # nobody set it
+        return DataError(f"token id {token} is no token's", where=where, why=f"ids are below {vocab_size}")
     return DataError(
         f"token {token} does not fit a vocabulary of {vocab_size}",
         where=where,

@@ -14,7 +14,7 @@ from phalanx.core import registry
 from phalanx.core.errors import did_you_mean
 from phalanx.core.phases import PHASES
 from phalanx.job.data_checks import QUESTIONS as DATA_QUESTIONS
-from phalanx.job.explain import Finding
+from phalanx.job.explain import Finding, printable
 from phalanx.job.model_checks import QUESTIONS as MODEL_QUESTIONS
 from phalanx.job.nearby import divisors, divisors_near, multiples_near
 from phalanx.job.positions import Path
@@ -218,10 +218,10 @@ def metrics_are_the_objectives(job: Job) -> list[Finding]:
     if metric == "loss":
         return [_finding("eval.mode", "the best loss is the lowest", 'mode = "min"')] if mode == "max" else []
     if own is None:
-        what = f'the objective of phalanx has the loss and nothing named "{metric}"'
+        what = f'the objective of phalanx has the loss and nothing named "{printable(metric)}"'
         return [_finding("eval.metric", what, "set model.objective to one of yours that has metrics")]
     if mode is None:
-        what = f"nothing says whether a high or a low {metric} is better"
+        what = f"nothing says whether a high or a low {printable(metric)} is better"
         return [_finding("eval.mode", what, 'set eval.mode to "max" or "min"')]
     return []
 

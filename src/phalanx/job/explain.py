@@ -176,12 +176,16 @@ def _schema(path: Path) -> dict[str, Any]:
     return found
 
 
+def _bound(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
 def _bounds(schema: dict[str, Any]) -> str:
     low, high = schema.get("minimum"), schema.get("maximum")
     if low is not None and high is not None:
-        return f" from {low:g} to {high:g}"
+        return f" from {_bound(low)} to {_bound(high)}"
     words = [
-        f"{text} {schema[bound]:g}"
+        f"{text} {_bound(schema[bound])}"
         for bound, text in (
             ("minimum", "of at least"),
             ("exclusiveMinimum", "above"),

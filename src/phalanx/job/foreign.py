@@ -87,7 +87,7 @@ def _shape(kind: str, printed: str) -> ModelShape:
         blocks = [_size_within(str(block), sizes) for block in answer["blocks"]]
         num_params, num_trainable = int(answer["num_params"]), int(answer["num_trainable_params"])
         batchnorms, dropouts = int(answer.get("num_batchnorms", 0)), int(answer.get("num_dropouts", 0))
-        masks = bool(answer.get("names_document_ids", True))
+        masks = answer.get("takes_document_ids", "by name")
     except (ValueError, TypeError, KeyError):
         raise _refuse(kind, f"the probe printed {_last_line(printed)[:80]!r} instead of its answer") from None
     largest = max(blocks, default=num_params)

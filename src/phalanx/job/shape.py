@@ -29,8 +29,8 @@ class Measured:
     num_batchnorms: int = 0
     num_dropouts: int = 0
     """Layers with a probability above 0."""
-    names_document_ids: bool = True
-    """Its forward does, and so may keep documents apart."""
+    takes_document_ids: Literal["by name", "as any keyword", "no"] = "by name"
+    """How its forward does: only one that names them may keep documents apart."""
 
 
 @dataclass(frozen=True)

@@ -43,9 +43,16 @@ def describe(kind: str, args: dict[str, object]) -> dict[str, object]:
         "tensors": [[name, list(p.shape), str(p.dtype).removeprefix("torch.")] for name, p in parameters],
         "num_batchnorms": sum(isinstance(part, _BatchNorm) for part in module.modules()),
         "num_dropouts": sum(_drops(part) for part in module.modules()),
-        "names_document_ids": "document_ids" in inspect.signature(module.forward).parameters,
+        "takes_document_ids": _takes_document_ids(module),
         "blocks": [name for name, part in module.named_modules() if id(part) in blocks],
     }
+
+
+def _takes_document_ids(module: torch.nn.Module) -> str:
+    parameters = inspect.signature(module.forward).parameters
+    if "document_ids" in parameters:
+        return "by name"
+    return "as any keyword" if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else "no"
 
 
 def _drops(part: torch.nn.Module) -> bool:

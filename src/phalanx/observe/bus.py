@@ -2,8 +2,8 @@
 
 The process's own JSONL file is written at once (a buffered write and a flush, tens of microseconds). Every sink lives
 behind an outlet: a queue and a thread of its own, in which it is also opened and closed. Whatever a sink does, no step
-waits for it, and the end of the run does for `CLOSE_S`, or longer for one that is at work. Secrets of the environment are taken out of every event
-before anybody sees it.
+waits for it, and the end of the run does for `CLOSE_S`, or longer for one at work. Secrets of the environment are
+taken out of every event before anybody sees it.
 """
 
 from __future__ import annotations

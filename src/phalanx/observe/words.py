@@ -40,7 +40,9 @@ def _words(event: events.Event, units: Units) -> str | None:
             layout = " x ".join(f"{axis}={degree}" for axis, degree in event.layout.items() if degree > 1) or "one rank"
             start = f", continues at step {event.step} from {event.restored_from}" if event.restored_from else ""
             took = format_seconds(event.startup_s)
-            return f"{event.run}: {plural(event.world_size, 'rank')} on {event.device}, {layout}, started in {took}{start}"
+            return (
+                f"{event.run}: {plural(event.world_size, 'rank')} on {event.device}, {layout}, started in {took}{start}"
+            )
         case events.WeightsTaken():
             came = f", imported from {event.imported_from}" if event.imported_from else ""
             cast = f", {event.num_cast} of them rounded" if event.num_cast else ""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,8 @@ def make_plan(
     )
     capacity = _capacity(job, cluster, ranks)
     candidates = _weigh(job, shape, work, ranks, capacity, cluster.device)
-    chosen = _choose(job, candidates, capacity, reasons)
+    more_ranks = partial(_more_ranks, shape, work, ranks, capacity, cluster.device)
+    chosen = _choose(job, candidates, capacity, reasons, more_ranks)
     alternatives = tuple(_explain(c, chosen, capacity, reasons[-1]) for c in candidates)
     reasons += what_follows(job.model)
     flops = shape.flops_per_token(job.data.seq_len)["training"] if shape.is_known else None
@@ -347,7 +349,9 @@ def _weigh(job: Job, shape: ModelShape, work: Workload, ranks: int, capacity: in
     return candidates
 
 
-def _choose(job: Job, candidates: list[Candidate], capacity: int, reasons: list[str]) -> Candidate:
+def _choose(
+    job: Job, candidates: list[Candidate], capacity: int, reasons: list[str], more_ranks: Callable[[], str]
+) -> Candidate:
     """What the job fixes, else the first that fits in the order one, ddp, zero2, zero3."""
     runnable = [c for c in candidates if c.zero_stage != 1]
     shard, replicate, stage = job.parallel.dp_shard, job.parallel.dp_replicate, job.parallel.zero_stage
@@ -370,7 +374,7 @@ def _choose(job: Job, candidates: list[Candidate], capacity: int, reasons: list[
     least = min(runnable, key=lambda c: c.total_bytes)
     largest = max(least.predicted_bytes, key=lambda k: least.predicted_bytes[k])
     others = [c for c in candidates if c.fits and c.zero_stage != 1]
-    fix = f"{others[0].name} would fit" if others else _how_to_shrink(largest)
+    fix = f"{others[0].name} would fit" if others else _how_to_shrink(largest) or more_ranks()
     if capacity == 0:
         fix = "use fewer ranks: interpreter and torch alone fill what each of them has"
     raise LayoutError(
@@ -380,12 +384,27 @@ def _choose(job: Job, candidates: list[Candidate], capacity: int, reasons: list[
     )
 
 
+def _more_ranks(shape: ModelShape, work: Workload, ranks: int, capacity: int, device: str) -> str:
+    """Over how many ranks, doubling, zero3 fits if each has as much memory as these have, or what stays too large."""
+    memory: dict[str, int] = {}
+    for doubled in range(1, 16):
+        more = ranks * 2**doubled
+        memory = rank_memory(shape, work, 3, more, device, more)
+        if sum(memory.values()) <= capacity:
+            return f"use more ranks ({more:,} with as much memory each: zero3 fits there) or a smaller model"
+    largest = max(memory, key=lambda part: memory[part])
+    remedy = _how_to_shrink(largest) or "use a smaller model or ranks with more memory"
+    return (
+        f"{remedy}: more ranks do not help, over {more:,} of them {largest} alone take {format_bytes(memory[largest])}"
+    )
+
+
 def _how_to_shrink(largest: str) -> str:
     return {
         "activations": "use a smaller train.micro_batch_size or train.recompute=full",
         "loss": "use a smaller train.loss_chunk_tokens",
         "staging": "use checkpoint.asynchronous=false",
-    }.get(largest, "use more ranks or a smaller model")
+    }.get(largest, "")
 
 
 def _explain(candidate: Candidate, chosen: Candidate, capacity: int, reason: str) -> Candidate:
