@@ -113,7 +113,7 @@ def test_digits_are_told_apart_by_a_net_with_batchnorm(tmp_path: Path) -> None:
     assert accuracies[best.step] == best.value
 
 
-FEW = ("train.steps=10", "eval.tokens=0", "eval.every_steps=none", "data.args.shift=true")
+FEW = ("train.steps=10", "eval.tokens=0", "eval.every_steps=none", "eval.keep_best=false", "data.args.shift=true")
 
 
 @pytest.fixture(scope="module")

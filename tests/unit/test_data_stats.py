@@ -20,16 +20,13 @@ from phalanx.report.dataset_page import render
 
 @settings(max_examples=30, deadline=None)
 @given(
-    lengths=st.lists(st.one_of(st.integers(1, 9), st.integers(200, 300), st.integers(1, 5000)), min_size=1, max_size=40)
+    lengths=st.lists(st.one_of(st.integers(2, 9), st.integers(200, 300), st.integers(2, 5000)), min_size=1, max_size=40)
 )
 def test_lengths_are_those_of_the_documents(tmp_path_factory: pytest.TempPathFactory, lengths: list[int]) -> None:
     folder = tmp_path_factory.mktemp("stats")
     (folder / "in").mkdir()
     for number, length in enumerate(lengths):
         (folder / "in" / f"{number:03d}.txt").write_text("x" * (length - 1))
-    if sum(lengths) == len(lengths):
-        (folder / "in" / "zzz.txt").write_text("yy")
-        lengths = [*lengths, 3]
     # Shards so small that documents go on in the next one.
     found = measure(build_dataset([str(folder / "in")], folder / "out", shard_bytes=700))
     ordered = sorted(lengths)

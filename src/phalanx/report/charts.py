@@ -153,8 +153,8 @@ def stack_chart(chart: StackChart) -> Html:
         floor = top
     note = chart.note
     if cut:
-        count = f"{len(cut)} column{'s' if len(cut) != 1 else ''}"
-        note += f" {count} reach past the top, the highest to {_value(max(cut), chart.unit)}."
+        reach = "1 column reaches" if len(cut) == 1 else f"{len(cut)} columns reach"
+        note += f" {reach} past the top, the highest to {_value(max(cut), chart.unit)}."
         for left, right, total in zip(lefts, rights, totals, strict=True):
             if total > y_scale.high:
                 drawing.over.append(_cross((left + right) / 2, 1.0, "cut", "▲", _value(total, chart.unit)))
