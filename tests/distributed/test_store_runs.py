@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 
 from commands import TINY, Done, environment, events, run, write_text
@@ -93,6 +94,7 @@ def test_the_verbs_work_on_the_run_and_on_the_url(
     monkeypatch.chdir(story.folder)
     for name, value in story.server.env.items():
         monkeypatch.setenv(name, value)
+    fsspec.get_filesystem_class("s3").clear_instance_cache()  # other tests of this process had another server
 
     def facts(*arguments: str) -> tuple[int, Any]:
         code = phalanx(["checkpoint", *arguments, "--json"])
