@@ -165,6 +165,14 @@ def test_a_draft_is_no_checkpoint_and_leaves_nothing(store: Store) -> None:
     assert lost.url not in everything(store)
 
 
+def test_a_run_below_a_folder_called_checkpoints_is_a_run(tmp_path: Path) -> None:
+    run_dir = tmp_path / "checkpoints" / "my-run"
+    saved = save_in(open_store(run_dir, None), 3, tensors())
+    assert find_checkpoint(run_dir).url == saved.url
+    (run_dir / "checkpoints" / "step-3" / MANIFEST).unlink()
+    assert verify_checkpoint(find_checkpoint(run_dir / "checkpoints" / "step-3"))  # no run, though it is not whole
+
+
 def everything(store: Store) -> str:
     """All names in the store, as one text."""
     if isinstance(store, ObjectStore):
@@ -290,6 +298,28 @@ def test_an_upload_that_was_cut_off_is_not_committed() -> None:
     with pytest.raises(CheckpointError, match=r"the store has \d+ bytes of it, not"):
         save_in(store, 1, tensors(), before_commit=cut)
     assert everything(store) == ""
+
+
+def test_a_copy_whose_answer_is_lost_leaves_no_stray_file() -> None:
+    """The store made it and did not say so: the bytes are sent again under another name."""
+    store = ObjectStore.open("memory://test/lost", patience=Patience(2, 0.01))
+    whole = tensors()
+    for step in (1, 2):
+        whole["trained"] += 1
+        save_in(store, step, whole)
+    copy = store._remote.fs.cp_file
+
+    def lost(source: str, target: str) -> None:
+        copy(source, target)
+        raise TimeoutError("no answer")
+
+    store._remote.fs.cp_file = lost
+    try:
+        whole["trained"] += 1
+        save_in(store, 3, whole)
+    finally:
+        del store._remote.fs.cp_file
+    require_whole(store.folders()[-1], whole)
 
 
 def test_of_one_step_the_last_commit_counts_while_the_older_is_still_there() -> None:

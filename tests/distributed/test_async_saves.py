@@ -447,6 +447,26 @@ def test_the_clock_of_auto_is_told_what_saves_cost(tmp_path: Path) -> None:
     assert chosen[0].interval_s == pytest.approx((2 * saved[0].stall_s * 3.6e6) ** 0.5)
 
 
+def automatic_on_a_slow_disk(mesh: Mesh, folder: str) -> list[events.Event]:
+    run = Run(mesh, Path(folder), every="auto", mtbf_hours=1000.0)
+    run.disk.gate.clear()
+    for _ in range(20):  # the first save is in flight from step 10 on
+        run.step()
+    run.disk.gate.set()
+    run.steps_until(lambda: run.saves.saved_step == 10)
+    run.step()
+    run.saves.settle()
+    return run.said
+
+
+def test_auto_saves_once_to_measure_however_long_it_takes(tmp_path: Path) -> None:
+    ((*said,),) = ranked(1, automatic_on_a_slow_disk, str(tmp_path))
+    assert [(type(event).__name__, event.step) for event in said] == [
+        ("CheckpointSaved", 10),
+        ("CheckpointIntervalChosen", 10),
+    ]
+
+
 def automatic(mesh: Mesh, folder: str) -> tuple[list[events.Event]]:
     run = Run(mesh, Path(folder), every="auto", mtbf_hours=1000.0)
     for _ in range(30):

@@ -24,6 +24,7 @@ from phalanx.checkpoint.load import load
 from phalanx.checkpoint.manifest import MANIFEST, body_xxh3, list_checkpoints, read_manifest
 from phalanx.checkpoint.save import save
 from phalanx.checkpoint.stores.local import LocalStore
+from phalanx.checkpoint.whole import WholeTensors
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import Phases
 from phalanx.job.schema import Optim
@@ -262,6 +263,21 @@ def test_blocks_that_do_not_make_the_whole_are_not_written(tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match="w do not make the whole"):
         saved_path(tmp_path, 1, {"w": part}, aliases={}, facts={}, job_digest="", group=ONE, phases=Phases())
     assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_a_piece_that_is_there_twice_does_not_stand_for_one_that_is_not(tmp_path: Path) -> None:
+    """As many elements as there should be, in a manifest that was signed again."""
+    whole = torch.arange(32.0).view(8, 4)
+    boxes = [Box((row, 0), (row, 0), (4, 4)) for row in (0, 4)]
+    written = {"big": shard("big", whole, boxes, strips=False, fill=True)}
+    path = saved_path(tmp_path, 1, written, aliases={}, facts={}, job_digest="", group=ONE, phases=Phases())
+    edit(path, lambda body: pieces(body)[1].update(offset=[0, 0]))
+    wanted = {"big": shard("big", whole, [Box((0, 0), (0, 0), (8, 4))], strips=False, fill=False)}
+    with pytest.raises(CheckpointError, match="big is not whole"):
+        load(path, wanted, group=ONE, phases=Phases())
+    assert not wanted["big"].tensor.any()
+    with WholeTensors(path, read_manifest(path)) as tensors, pytest.raises(CheckpointError, match="big is not whole"):
+        tensors.load("big")
 
 
 # Damage

@@ -150,3 +150,19 @@ def test_bits_count_and_not_values(tmp_path: Path) -> None:
     assert bool(torch.signbit(found["zeros"]).all())
     pieces = [read_manifest(folder).tensors["nans"].pieces[0].xxh3_128 for folder in store.folders()]
     assert len(set(pieces)) == 1
+
+
+def test_damage_is_not_linked_into_the_next_checkpoint(tmp_path: Path) -> None:
+    """A disk that rots costs the checkpoints that hold the bytes; the next save writes them anew, from memory."""
+    store, whole = LocalStore(tmp_path / "checkpoints"), state()
+    save_step(store, 1, whole)
+    (linked,) = (tmp_path / "checkpoints" / "step-1").glob("rank-0000*.safetensors")
+    with open(linked, "r+b") as file:
+        file.seek(-3, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-3, os.SEEK_END)
+        file.write(bytes([byte ^ 1]))
+    assert verify_checkpoint(store.folder("step-1")) != []
+    saved = save_step(store, 2, whole)
+    assert saved.num_new_bytes >= linked.stat().st_size
+    require_whole(store.folder("step-2"), whole)

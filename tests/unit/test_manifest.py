@@ -49,6 +49,13 @@ def test_spacing_and_order_do_not_count(tmp_path: Path) -> None:
     assert read_manifest(tmp_path) == ONE
 
 
+@pytest.mark.parametrize("text", ["", "{", "[" * 200_000, '{"format": 2, "step": 1e999}', '{"format": 2, "a": NaN}'])
+def test_what_is_no_json_of_ours_cannot_be_read(tmp_path: Path, text: str) -> None:
+    (tmp_path / MANIFEST).write_text(text)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_manifest(tmp_path)
+
+
 def every_flip(text: bytes) -> list[bytes]:
     return [text[:at] + bytes([text[at] ^ 2]) + text[at + 1 :] for at in range(len(text))]
 

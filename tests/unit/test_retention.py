@@ -87,6 +87,17 @@ def test_the_newest_that_verifies_is_never_removed(tmp_path: Path) -> None:
     assert said[-1].endswith("nothing is removed")
 
 
+def test_an_older_one_that_stays_does_not_stand_for_the_newest_that_verifies(tmp_path: Path) -> None:
+    """A milestone or the best is whole, and would be all that is left of what was trained since."""
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step)
+    damage(tmp_path / "checkpoints" / "step-4")
+    said: list[str] = []
+    assert prune(store(tmp_path), Retention(last=1, kept=frozenset({1})), say=said.append) == []
+    assert steps(tmp_path) == [1, 2, 3, 4]
+    assert said[-1] == "the newest that verifies is step-3, which would go: nothing is removed"
+
+
 def test_one_that_stays_and_verifies_is_enough(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)

@@ -15,9 +15,9 @@ from functools import partial
 import xxhash
 
 from phalanx.checkpoint.chunks import StoredFile
-from phalanx.checkpoint.folder import Folder
+from phalanx.checkpoint.folder import Folder, LocalFolder
 from phalanx.checkpoint.manifest import Manifest, Piece, read_manifest
-from phalanx.checkpoint.shard_file import DTYPES, Bytes, Source, write_stream
+from phalanx.checkpoint.shard_file import DTYPES, Bytes, CheckedFile, Source, write_stream
 from phalanx.checkpoint.stores.protocol import Draft
 from phalanx.core.errors import CheckpointError
 
@@ -117,12 +117,27 @@ def _take_over(
     whole.sort(key=lambda name: (-files[name].num_bytes, name))
     for number, earlier_name in enumerate(whole[:MAX_TAKEN_OVER]):
         name = f"{stem}-kept-{number}.safetensors"
+        if not _is_whole(earlier, earlier_name):
+            continue  # its bytes are no longer those that were written: they are, now, from memory
         if not draft.reuse(name, earlier.folder, earlier_name):
             break  # nor will the next
         written.files[name] = files[earlier_name]
         for identity, piece in by_file[earlier_name].items():
             del left[identity]
             written.pieces.setdefault(identity[0], []).append(replace(piece, file=name))
+
+
+def _is_whole(earlier: Earlier, name: str) -> bool:
+    """Damage must not be linked into each checkpoint that follows. What a store holds is the store's to keep whole."""
+    if not isinstance(earlier.folder, LocalFolder):
+        return True
+    try:
+        with CheckedFile(earlier.folder, name, earlier.manifest.files[name]) as file:
+            for _ in file.verify():
+                pass
+    except CheckpointError:
+        return False
+    return True
 
 
 def _write(draft: Draft, file: str, blocks: Mapping[_Identity, Block], written: Written) -> None:

@@ -14,7 +14,7 @@ from phalanx.checkpoint.fit import Misfit, MisfitError, Wanted, find_misfits
 from phalanx.checkpoint.folder import Folder, as_folder
 from phalanx.checkpoint.manifest import Manifest, Piece, read_manifest
 from phalanx.checkpoint.shard_file import DTYPES, CheckedFile, Entry
-from phalanx.checkpoint.verify import require_whole_directory
+from phalanx.checkpoint.verify import is_tiled, require_whole_directory
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import Box, LogicalShard
@@ -109,6 +109,9 @@ def stage_blocks(
                     )
                 ]
                 staged.append((target, block.view(getattr(torch, dtype)).reshape(size)))
+    for name in shards:
+        if not is_tiled(manifest.tensors[name]):  # a piece that is there twice hides one that is not
+            raise CheckpointError(f"{name} is not whole in the checkpoint", where=folder.url)
     return staged
 
 

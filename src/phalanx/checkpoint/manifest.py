@@ -79,14 +79,15 @@ def read_manifest(place: Folder | Path) -> Manifest:
     path = folder.where(MANIFEST)
     try:
         body = json.loads(folder.read(MANIFEST).decode())
+        found_xxh3 = body_xxh3(body) if isinstance(body, dict) else ""  # ValueError for numbers that are none
     except FileNotFoundError:
         raise CheckpointError("incomplete: it was never committed", where=folder.url) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError("the manifest cannot be read", where=path, why=str(error)) from None
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         found = body.get("format") if isinstance(body, dict) else type(body).__name__
         raise CheckpointError(f"format {found!r} is not {FORMAT}", where=path, fix="use the release that wrote it")
-    if body.get("xxh3") != body_xxh3(body):
+    if body.get("xxh3") != found_xxh3:
         raise CheckpointError("the manifest is not what was written", where=path, why="its checksum differs")
     try:
         return _parse(body)

@@ -47,16 +47,18 @@ def prune(
 ) -> list[Folder]:
     """Remove what `retention` does not keep; what went, oldest first. `progress` hears of verified bytes; it may raise.
 
-    Nothing is removed before a checkpoint that stays has been verified byte for byte: of those that stay the newest
-    that verifies is safe, and where none does, nothing goes. Raises CheckpointError if one cannot be removed.
+    Nothing is removed before the newest that verifies, byte for byte, is known: where that one would go because newer
+    ones are damaged, nothing does. Raises CheckpointError if one cannot be removed.
     """
     by_step = {folder.step: folder for folder in store.folders()}
     going = [by_step[step] for step in retention.superfluous(by_step)]
     if not going or dry_run:
         return going
-    staying = [folder for step, folder in sorted(by_step.items(), reverse=True) if folder not in going]
-    if not any(_verifies(folder, say, progress) for folder in staying):
-        say("no checkpoint that would stay verifies: nothing is removed")
+    newest_first = (by_step[step] for step in sorted(by_step, reverse=True))
+    safe = next((folder for folder in newest_first if _verifies(folder, say, progress)), None)
+    if safe is None or safe in going:
+        why = "no checkpoint verifies" if safe is None else f"the newest that verifies is {safe.name}, which would go"
+        say(f"{why}: nothing is removed")
         return []
     for folder in going:
         try:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from phalanx.checkpoint.folder import Folder, as_folder
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.shard_file import DTYPES, CheckedFile
+from phalanx.checkpoint.verify import is_tiled
 from phalanx.core.errors import CheckpointError
 
 Bits = NDArray[Any]
@@ -42,8 +43,9 @@ class WholeTensors:
         if stored.dtype not in DTYPES:
             raise CheckpointError(f"{name} is of type {stored.dtype}, which nobody writes", where=self.folder.url)
         dtype = bits_type(stored.dtype)
+        if not is_tiled(stored):
+            raise CheckpointError(f"{name} is not whole in the checkpoint", where=self.folder.url)
         whole = np.empty(stored.shape, dtype)
-        filled = 0
         for piece in stored.pieces:
             file = self._file(piece.file)
             entry = file.entries.get(piece.key)
@@ -51,9 +53,6 @@ class WholeTensors:
                 raise CheckpointError(f"{piece.key} is not the block of {name} it should be", where=file.where)
             block = file.read_block(entry, (0,) * len(piece.size), piece.size).view(dtype).reshape(piece.size)
             whole[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.size, strict=True))] = block
-            filled += block.size
-        if filled != whole.size:
-            raise CheckpointError(f"{name} is not whole in the checkpoint", where=self.folder.url)
         return whole
 
     def _file(self, name: str) -> CheckedFile:

@@ -133,7 +133,8 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command line; returns the exit code. User errors are printed without a traceback."""
     open_closed_streams()
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # package.module:factory is found beside where you stand
+        # package.module:factory is found beside where you stand; last, so that nothing there stands in for a library.
+        sys.path.append(os.getcwd())
     try:
         result = build().main(list(arguments), prog_name="phalanx", standalone_mode=False)
         return result if isinstance(result, int) else ExitCode.OK

@@ -45,8 +45,13 @@ class Saves:
     def votes(self) -> tuple[float, float, float]:
         """A save is due by the clock; this rank's thread is at work; its save failed. Raises what ended the thread."""
         num_steps = self._state.step + 1 - self._first_step  # with the one that is being done
-        is_due = self._mesh.rank == 0 and self._clock.is_due(num_steps, time.monotonic())
+        is_due = self._mesh.rank == 0 and not self._is_measuring and self._clock.is_due(num_steps, time.monotonic())
         return float(is_due), *self._saver.votes()
+
+    @property
+    def _is_measuring(self) -> bool:
+        """every = "auto" and its first save in flight: when the next one is due follows from what this one costs."""
+        return self._kept.every is not None and self._clock.interval_s is None and self._saving_step is not None
 
     def after_step(self, votes: Sequence[float], *, is_stop: bool = False, is_end: bool = False) -> None:
         """What the summed votes of a step ask for. At a stop or at the end as `save` where there is no later one."""
@@ -70,7 +75,8 @@ class Saves:
         if step == self.saved_step or (step == self._saving_step and not is_last_chance):
             return
         began = time.perf_counter()
-        self.settle(in_haste=not tidy)
+        # The last save removes old checkpoints itself: nobody waits for a removal (that verifies) before it.
+        self.settle(in_haste=is_last_chance)
         if step == self.saved_step:
             return
         self._is_postponed = False

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from phalanx.checkpoint.folder import Folder, LocalFolder
+from phalanx.checkpoint.folder import STEP_NAME, Folder, LocalFolder
 from phalanx.checkpoint.manifest import MANIFEST
 from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.checkpoint.stores.protocol import Draft, Store
@@ -57,12 +57,13 @@ def newest_step(store: Store) -> int:
 
 
 def is_checkpoint(place: str | Path) -> bool:
-    """True if `place` is one checkpoint and not a run. What lies in a folder "checkpoints" is one, whole or not."""
+    """True if `place` is one checkpoint and not a run. A step-N in a folder "checkpoints" is one, whole or not."""
     if is_url(place):
         from phalanx.checkpoint.stores.object import folder_at
 
         return folder_at(str(place)) is not None
-    return (Path(place) / MANIFEST).is_file() or Path(place).parent.name == "checkpoints"
+    path = Path(place)
+    return (path / MANIFEST).is_file() or (path.parent.name == "checkpoints" and bool(STEP_NAME.fullmatch(path.name)))
 
 
 def find_checkpoint(place: str | Path) -> Folder:

@@ -168,7 +168,7 @@ class ObjectStore:
 
     def commit(self, draft: Draft, manifest: bytes) -> Folder:
         folder = self.folder_of(draft)
-        _require_sizes(folder, manifest)
+        _require_files(folder, manifest)
         self._remote.put(f"{folder.name}/{MANIFEST}", manifest)
         with suppress(OSError, CheckpointError):  # the next save removes what is left
             for name in self._found():
@@ -213,8 +213,10 @@ def folder_at(url: str) -> ObjectFolder | None:
     return folder if MANIFEST in folder.sizes() else None
 
 
-def _require_sizes(folder: ObjectFolder, manifest: bytes) -> None:
-    """What the store holds must be what was sent: an upload that was cut off may look finished."""
+def _require_files(folder: ObjectFolder, manifest: bytes) -> None:
+    """What the store holds must be what was sent: an upload that was cut off may look finished. Nor may there be more:
+    a copy whose answer was lost has been made all the same.
+    """
     files: dict[str, dict[str, Any]] = json.loads(manifest)["files"]
     there = folder.sizes()
     for name, stored in files.items():
@@ -223,3 +225,5 @@ def _require_sizes(folder: ObjectFolder, manifest: bytes) -> None:
             raise CheckpointError(
                 f"the store has {what} of it, not the {stored['num_bytes']} bytes sent", where=folder.where(name)
             )
+    for name in sorted(there.keys() - files.keys()):
+        folder.remote.remove(f"{folder.name}/{name}")
