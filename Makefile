@@ -25,10 +25,10 @@ train: $(READY)  ## the main job: a small decoder on this interpreter's own sour
 
 test: $(READY)  ## lint, types, floors and the tests that CI runs
 	$(MAKE) --no-print-directory lint
-	@# Unit tests keep one core busy and the others start processes and wait for them: side by side they take half as long.
-	@$(BIN)/python -m pytest -m 'not long' tests/unit > .venv/unit.log 2>&1 & unit=$$!; \
-	$(BIN)/python -m pytest -m 'not long' --ignore tests/unit; rest=$$?; \
-	echo "waiting for tests/unit"; wait $$unit; code=$$?; cat .venv/unit.log; test $$rest -eq 0 && test $$code -eq 0
+	@# Unit tests keep one core busy, the others start processes and wait for them: side by side they take half as long.
+	@$(BIN)/python -m pytest -m 'not long' tests/contracts tests/unit > .venv/unit.log 2>&1 & unit=$$!; \
+	$(BIN)/python -m pytest -m 'not long' --ignore tests/unit --ignore tests/contracts; rest=$$?; \
+	echo "waiting for tests/contracts and tests/unit"; wait $$unit; code=$$?; cat .venv/unit.log; test $$rest -eq 0 && test $$code -eq 0
 
 test-all: $(READY)  ## and the long campaigns
 	$(MAKE) --no-print-directory lint

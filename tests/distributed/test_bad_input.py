@@ -426,10 +426,13 @@ def test_a_run_directory_in_use(home: Home) -> None:
     with watching(first) as watched:
         watched.wait_for("step 10/")
         for arguments in (["train", *TEXT], ["train", "--resume", "run"]):
-            second = run(*arguments, cwd=home.folder)
-            assert second.code == 9, second.err
-            assert f"in use by process {first.pid} on {socket.gethostname()}" in second.problem
-            assert second.wall_s < 1.0 * SLACK
+            took_s = []
+            for _ in range(3):  # the best of three: two ranks train on these cores, and other tests run
+                second = run(*arguments, cwd=home.folder)
+                assert second.code == 9, second.err
+                assert f"in use by process {first.pid} on {socket.gethostname()}" in second.problem
+                took_s.append(second.wall_s)
+            assert min(took_s) < 1.0 * SLACK
         first.send_signal(signal.SIGINT)
         assert watched.finish().code == 130
     assert not (home.folder / "run" / "lock").exists()
