@@ -35,7 +35,7 @@ EXIT_CODE_MEANING: dict[ExitCode, str] = {
     ExitCode.ENVIRONMENT: "environment, rendezvous or port",
     ExitCode.RESOURCES: "memory or disk is full, the run directory is unwritable, or ranks differ",
     ExitCode.NUMERICS: "too many steps with non-finite gradients",
-    ExitCode.RUN_LOCKED: "another live job uses the run directory",
+    ExitCode.RUN_LOCKED: "another live job uses the run directory, or checkpoint.url is another run's",
     ExitCode.RESTART_BUDGET: "the restart budget is spent, or a crash (or exception of yours) repeats at one step",
     ExitCode.VERIFICATION: "a verification or a drill failed",
     ExitCode.PREEMPTED: "stopped by SIGTERM after saving; run again with --resume",

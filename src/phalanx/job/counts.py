@@ -7,6 +7,7 @@ Large Transformer Models" (2022). Attention counts the pairs that the mask keeps
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -127,40 +128,56 @@ def idle_params(shape: ModelShape) -> int:
     return shape.num_expert_layers * idle * ffn_params(shape, shape.expert_ffn_dim)
 
 
+@dataclass(frozen=True)
+class Flops:
+    """Of one forward: products with weights, and attention between tokens."""
+
+    matmul: int
+    attention: int = 0
+
+    @property
+    def forward(self) -> int:
+        return self.matmul + self.attention
+
+
 def flops_per_sample(shape: ModelShape, seq_len: int) -> dict[str, int]:
     """FLOPs of a whole sample: forward `matmul` and `attention`; `training`: 3x both.
 
-    `matmul` includes the head, tied or not, and leaves out the embedding, which is a lookup.
+    `matmul` includes the head, tied or not, and leaves out the embedding of tokens, which is a lookup.
     """
-    tokens = shape.tokens_of(seq_len)
-    matmul = 2 * (tokens * _block_matmuls(shape) + _outer_matmuls(shape, tokens))
-    pair = 2 * shape.num_heads * (shape.head_dim + (shape.value_head_dim or shape.head_dim))
-    attention = pair * _attended_pairs(shape, tokens)
+    parts = [block_flops(shape, seq_len, layer) for layer in range(shape.num_layers)]
+    parts += [embedding_flops(shape), head_flops(shape, seq_len)]
+    matmul, attention = sum(part.matmul for part in parts), sum(part.attention for part in parts)
     return {"matmul": matmul, "attention": attention, "training": 3 * (matmul + attention)}
 
 
-def _block_matmuls(shape: ModelShape) -> int:
-    """Multiply-adds of one token in the matrices of all blocks."""
-    sparse = shape.num_expert_layers
-    visited = shape.experts_per_token + shape.num_shared_experts
-    dense = (shape.num_layers - sparse) * ffn_weights(shape, shape.ffn_dim)
-    experts = sparse * (visited * ffn_weights(shape, shape.expert_ffn_dim) + router_params(shape))
-    return shape.num_layers * attention_weights(shape) + dense + experts
+def block_flops(shape: ModelShape, seq_len: int, layer: int) -> Flops:
+    """Of one sample in the block `layer`, counted from 0."""
+    tokens = shape.tokens_of(seq_len)
+    if shape.num_experts and layer >= shape.num_dense_layers:
+        visited = shape.experts_per_token + shape.num_shared_experts
+        feed_forward = visited * ffn_weights(shape, shape.expert_ffn_dim) + router_params(shape)
+    else:
+        feed_forward = ffn_weights(shape, shape.ffn_dim)
+    pair = 2 * shape.num_heads * (shape.head_dim + (shape.value_head_dim or shape.head_dim))
+    return Flops(2 * tokens * (attention_weights(shape) + feed_forward), pair * _attended_pairs(shape, tokens, layer))
 
 
-def _outer_matmuls(shape: ModelShape, tokens: int) -> int:
-    """Multiply-adds of one sample outside the blocks: the head, and what makes tokens of patches."""
+def embedding_flops(shape: ModelShape) -> Flops:
+    """Of one sample before the blocks: looking a token up costs nothing, making tokens of patches does."""
+    return Flops(2 * shape.dim * shape.num_patches * shape.num_channels * shape.patch_size**2)
+
+
+def head_flops(shape: ModelShape, seq_len: int) -> Flops:
+    """Of one sample after the blocks, whether the head is tied or not."""
     if shape.reads_images:
-        patch = shape.num_channels * shape.patch_size**2
-        return shape.dim * (shape.num_patches * patch + shape.num_classes)
-    return tokens * shape.vocab_size * shape.dim
+        return Flops(2 * shape.dim * shape.num_classes)
+    return Flops(2 * shape.tokens_of(seq_len) * shape.vocab_size * shape.dim)
 
 
-def _attended_pairs(shape: ModelShape, tokens: int) -> int:
-    """Pairs of tokens, in all blocks of one sample, of which one attends to the other."""
+def _attended_pairs(shape: ModelShape, tokens: int, layer: int) -> int:
+    """Pairs of tokens of one sample, in one block, of which one attends to the other."""
     if shape.reads_images:
-        return shape.num_layers * tokens**2
-    window = min(shape.sliding_window or tokens, tokens)
-    whole = tokens * (tokens + 1) // 2
-    local = window * (window + 1) // 2 + (tokens - window) * window
-    return shape.num_local_layers * local + (shape.num_layers - shape.num_local_layers) * whole
+        return tokens**2
+    window = min(shape.sliding_window, tokens) if shape.is_local(layer) else tokens
+    return window * (window + 1) // 2 + (tokens - window) * window

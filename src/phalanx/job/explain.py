@@ -168,7 +168,8 @@ def _schema(path: Path) -> dict[str, Any]:
     for part in path:
         found = definitions[found["$ref"].rpartition("/")[2]] if "$ref" in found else found
         if isinstance(part, str):
-            found = found.get("properties", {}).get(part, {})
+            others = found.get("additionalProperties")  # of a table whose keys are free: a schema, or anything
+            found = found.get("properties", {}).get(part, others if isinstance(others, dict) else {})
         else:
             found = next((arm for arm in found.get("anyOf", ()) if arm.get("type") == "array"), found)
             pair = found.get("prefixItems", ())

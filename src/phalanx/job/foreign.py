@@ -20,11 +20,21 @@ from typing import Any
 from phalanx.core.digest import digest
 from phalanx.core.errors import LayoutError
 from phalanx.core.files import read_json, write_json_atomic
-from phalanx.job.shape import Measured, ModelShape, measured_shape
+from phalanx.core.registry import is_foreign
+from phalanx.job.schema import Job
+from phalanx.job.shape import Holder, Measured, ModelShape, measured_shape
 
 PROBE = "phalanx.nn.probe"
 TIMEOUT_S = 300.0
-ANSWER = 3  # what the probe tells has changed; answers that are kept from before are not asked
+SHAPE_CACHE = Path(os.path.expanduser("~/.cache/phalanx/shapes"))  # keyed by the sources of the user's module
+ANSWER = 4  # what the probe tells has changed; answers that are kept from before are not asked
+
+
+def foreign_shape(job: Job) -> ModelShape | None:
+    """What can be measured of a user's own module; None for a built-in one."""
+    if job.model.kind is None or not is_foreign(job.model.kind):
+        return None
+    return probe_foreign_shape(job.model.kind, job.model.args, SHAPE_CACHE)
 
 
 def probe_foreign_shape(
@@ -88,10 +98,15 @@ def _shape(kind: str, printed: str) -> ModelShape:
         num_params, num_trainable = int(answer["num_params"]), int(answer["num_trainable_params"])
         batchnorms, dropouts = int(answer.get("num_batchnorms", 0)), int(answer.get("num_dropouts", 0))
         masks = answer.get("takes_document_ids", "by name")
-    except (ValueError, TypeError, KeyError):
+        names = tuple(map(str, answer.get("names", ())))
+        holders = tuple(Holder(**holder) for holder in answer.get("holders", ()))
+        brought = tuple((str(pattern), str(text)) for pattern, text in answer.get("shard_rules", {}).items())
+    except (ValueError, TypeError, KeyError, AttributeError):
         raise _refuse(kind, f"the probe printed {_last_line(printed)[:80]!r} instead of its answer") from None
     largest = max(blocks, default=num_params)
-    measured = Measured(num_params, num_trainable, largest, sum(blocks), batchnorms, dropouts, masks)
+    measured = Measured(
+        num_params, num_trainable, largest, sum(blocks), batchnorms, dropouts, masks, names, holders, brought
+    )
     return measured_shape(kind, len(blocks), measured)
 
 

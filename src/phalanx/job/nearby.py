@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def divisors(number: int) -> list[int]:
     """In ascending order; those up to a million and their partners."""
@@ -9,11 +11,16 @@ def divisors(number: int) -> list[int]:
     return sorted({*low, *(number // candidate for candidate in low)})
 
 
+def nearest(wish: int, legal: Sequence[int]) -> str:
+    """Of legal values in ascending order, those on both sides of `wish`: '4 or 8'."""
+    below = [value for value in legal if value < wish][-1:]
+    above = [value for value in legal if value > wish][:1]
+    return " or ".join(map(str, below + above)) or "none"
+
+
 def divisors_near(number: int, wish: int) -> str:
     """The divisors of `number` on both sides of `wish`: '2 or 4'."""
-    below = [divisor for divisor in divisors(number) if divisor < wish][-1:]
-    above = [divisor for divisor in divisors(number) if divisor > wish][:1]
-    return " or ".join(map(str, below + above))
+    return nearest(wish, divisors(number))
 
 
 def multiples_near(number: int, of: int) -> str:

@@ -85,10 +85,11 @@ def _not_in_a_section(name: str, index: int) -> Finding:
 
 
 def wants_text(path: Path) -> bool:
-    """True if the key takes a string, so that a bare 123, true or a path is one."""
-    return any(
+    """True if the key takes strings alone, so that a bare 123, true or a path is one."""
+    taken = arms(annotation(path))
+    return not any(arm in (int, float) for arm in taken) and any(
         arm is str or (get_origin(arm) is Literal and all(isinstance(choice, str) for choice in get_args(arm)))
-        for arm in arms(annotation(path))
+        for arm in taken
     )
 
 

@@ -183,8 +183,16 @@ class Train(Section):
     """Sequences per update over all ranks."""
     micro_batch_size: Positive | None = None
     """Sequences per forward-backward of one rank; default the rank's whole share."""
-    recompute: Literal["none", "full"] = "none"
-    """Recompute each block's activations in the backward instead of keeping them."""
+    recompute: Literal["none", "selective", "full", "every-k", "sqrt", "budget"] = "none"
+    """What is computed again in the backward instead of kept: nothing; all but the results of matmuls and attention;
+    each block but its input; each recompute_every-th block; segments of about the square root of the blocks; or as few
+    blocks as keep to recompute_budget_gib (docs/memory.md)."""
+    recompute_every: Positive | None = None
+    """k of recompute = "every-k": the blocks k, 2k and so on are recomputed in full; 1: all of them."""
+    recompute_budget_gib: PositiveFloat | None = None
+    """What activations may take on a rank (recompute = "budget")."""
+    offload_activations: bool = False
+    """Keep activations in host memory from the forward to the backward. On a CPU that changes nothing but the path."""
     compile: bool = False
     """torch.compile each block."""
     loss_chunk_tokens: Positive = 2048
@@ -250,20 +258,62 @@ class Parallel(Section):
     """Copies of the model (DDP, or the outer axis of HSDP)."""
     dp_shard: Positive | None = None
     """Ranks that share one copy (FSDP2)."""
-    zero_stage: Literal[2, 3] | None = None
-    """How dp_shard splits (without it: over all ranks). 3, its default: parameters are freed after use; 2: kept from
-    forward to backward."""
+    zero_stage: Literal[1, 2, 3] | None = None
+    """What dp_shard splits (without it: over all ranks). 1: the optimizer's state; 2: gradients and parameters, too,
+    which stay gathered from forward to backward; 3, its default: parameters are freed after use."""
+    tp: Positive | None = None
+    """Ranks that cut the matrices of a model between them (tensor parallelism), by sharding rules."""
+    sequence_parallel: bool | None = None
+    """With tp: between the cut matrices each rank has a part of the sequence. Default: where the model says it can."""
+    tp_chunks: Positive = 1
+    """With tp: a product beside a collective is cut into so many chunks, so that one is computed while another travels.
+    1: one after the other."""
+    rules: dict[str, str] = Field(default_factory=dict)
+    """Sharding rules for tp by name of module, before those that the model brings: docs/tensor-parallel.md."""
     sync_batchnorm: bool = True
     """BatchNorm layers use the statistics of the whole microbatch over all data-parallel ranks."""
+    dropout: Literal["global", "local"] = "global"
+    """global: what dropout drops is a function of seed, step and sample, in any layout the same; local: ranks draw."""
     bucket_mb: PositiveFloat = 25.0
-    """Bytes of one DDP all-reduce, in MiB."""
+    """Bytes of one all-reduce of DDP, and of one all-gather of updated weights (ZeRO-1), in MiB."""
+    static_graph: bool = False
+    """DDP: the graph and the parameters it uses are the same in every step; DDP then learns them once."""
+    unused_parameters: Literal["refuse", "allow"] = "refuse"
+    """DDP and ZeRO-1: a parameter without part in a rank's loss ends the run by name, or counts as a gradient of zero
+    where other ranks used it. ZeRO 2 and 3 always do the latter."""
+    accumulate: Literal["unsharded", "sharded"] = "unsharded"
+    """ZeRO 2 and 3, between microbatches: gradients stay whole and ranks talk once per step, or they are reduced
+    and split after each microbatch (less memory, more communication)."""
+    blocks_per_unit: Positive | Literal["all"] = 1
+    """ZeRO 2 and 3: how many blocks are gathered and freed together; all: the whole model is one unit."""
+    keep_whole_below: Count = 0
+    """ZeRO 2 and 3: parameters of fewer elements are not split; their gradients are reduced together, once per step."""
+    prefetch: Count | None = None
+    """ZeRO 2 and 3: how many units ahead are gathered while one computes; default torch's choice, the next one in the
+    backward of a GPU."""
+    offload: Literal["none", "optimizer", "parameters"] = "none"
+    """What waits in host memory: optimizer state and update; or (ZeRO 2 and 3) parameters and gradients, too."""
+    compress: Literal["none", "fp16", "bf16", "int8", "topk", "powersgd"] = "none"
+    """How gradients travel between the ranks of DDP; none: in fp32, as they are (docs/compression.md)."""
+    compress_rank: Positive = 4
+    """Of powersgd: columns of the thin matrices that stand for a gradient."""
+    compress_fraction: Annotated[float, Field(gt=0, le=1)] = 0.01
+    """Of topk: the part of each gradient's elements that is sent."""
 
 
 class Precision(Section):
     """The types of numbers."""
 
-    compute: Literal["fp32", "bf16"] = "fp32"
-    """Type of matmuls and activations. Weights, optimizer and gradient reduction stay fp32."""
+    compute: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Type of matmuls and activations. Weights, optimizer and gradient reduction stay fp32. fp16 scales the loss
+    (docs/precision.md)."""
+    loss_scale: PositiveFloat | Literal["dynamic"] = "dynamic"
+    """Of fp16: what the loss is multiplied by before the backward; dynamic: halved when gradients overflow, doubled
+    after loss_scale_growth_steps good steps."""
+    loss_scale_initial: PositiveFloat = 65536.0
+    """Where the dynamic scale begins."""
+    loss_scale_growth_steps: Positive = 2000
+    """Steps without an overflow after which the dynamic scale doubles."""
 
 
 class Checkpoint(Section):
@@ -289,8 +339,8 @@ class Checkpoint(Section):
     """Besides those of keep_last, keep the first checkpoint of each so many steps: that of the multiple itself, unless
     saves come by the clock or had to wait."""
     url: str | None = None
-    """Where checkpoints are kept, if not in the run's own directory: any URL of fsspec, as s3://bucket/run-7.
-    Credentials come from the environment, never from the job."""
+    """Where checkpoints are kept, if not in the run's own directory: an object store, as s3://bucket/run-7, or another
+    directory, as file:///data/run-7. Credentials come from the environment, never from the job."""
     incremental: bool = True
     """Blocks that are as in the last checkpoint are linked to it (or copied by the store), not written again."""
     fallback: bool = False

@@ -17,6 +17,20 @@ Pooling = Literal["class_token", "mean"]
 
 
 @dataclass(frozen=True)
+class Holder:
+    """A module that holds parameters itself. Of a linear layer and an embedding also their widths; else 0.
+
+    `kind`: "linear", "embedding", "attention" (a part of an nn.MultiheadAttention), or the name of its class.
+    """
+
+    name: str
+    kind: str
+    num_params: int
+    num_outputs: int = 0
+    num_inputs: int = 0
+
+
+@dataclass(frozen=True)
 class Measured:
     """What can be counted of a user's own module without knowing what it computes."""
 
@@ -31,6 +45,26 @@ class Measured:
     """Layers with a probability above 0."""
     takes_document_ids: Literal["by name", "as any keyword", "no"] = "by name"
     """How its forward does: only one that names them may keep documents apart."""
+    names: tuple[str, ...] = ()
+    """Of all its modules, the first being itself ("")."""
+    holders: tuple[Holder, ...] = ()
+    shard_rules: tuple[tuple[str, str], ...] = ()
+    """What it brings for tensor parallelism: (pattern, rule)."""
+
+    def to_json(self) -> dict[str, Any]:
+        lists = {"names": list(self.names), "holders": [asdict(holder) for holder in self.holders]}
+        return asdict(self) | lists | {"shard_rules": [list(rule) for rule in self.shard_rules]}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Measured:
+        return cls(
+            **{
+                **value,
+                "names": tuple(value.get("names", ())),
+                "holders": tuple(Holder(**holder) for holder in value.get("holders", ())),
+                "shard_rules": tuple((pattern, text) for pattern, text in value.get("shard_rules", ())),
+            }
+        )
 
 
 @dataclass(frozen=True)
@@ -201,12 +235,12 @@ class ModelShape:
         return counts.flops_per_sample(self, seq_len)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"measured": self.measured and self.measured.to_json()}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> ModelShape:
         measured = value.get("measured")
-        return cls(**{**value, "measured": Measured(**measured) if measured else None})
+        return cls(**{**value, "measured": Measured.from_json(measured) if measured else None})
 
 
 def measured_shape(kind: str, num_layers: int, measured: Measured) -> ModelShape:

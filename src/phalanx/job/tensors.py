@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Iterator
 
-from phalanx.job.shape import ModelShape
+from phalanx.job.shape import Holder, ModelShape
 
 Shape = tuple[int, ...]
 
@@ -19,6 +21,37 @@ def tensor_shapes(shape: ModelShape) -> dict[str, Shape]:
     for layer in range(shape.num_layers):
         found.update((f"blocks.{layer}.{name}", size) for name, size in _block(shape, layer))
     return found
+
+
+def module_names(shape: ModelShape) -> list[str]:
+    """Of all modules of the model, itself ("") first."""
+    names = {"": None}
+    for tensor in tensor_shapes(shape):
+        parts = tensor.split(".")[:-1]
+        names |= dict.fromkeys(".".join(parts[:count]) for count in range(1, len(parts) + 1))
+    names |= dict.fromkeys(f"blocks.{layer}.attention.core" for layer in range(shape.num_layers))
+    return list(names)
+
+
+def holders_of(shape: ModelShape) -> dict[str, Holder]:
+    """The modules that hold parameters themselves, by name."""
+    tensors: dict[str, dict[str, Shape]] = defaultdict(dict)
+    for tensor, size in tensor_shapes(shape).items():
+        owner, _, key = tensor.rpartition(".")
+        tensors[owner][key] = size
+    return {name: _holder(name, own, shape) for name, own in tensors.items()}
+
+
+def _holder(name: str, own: dict[str, Shape], shape: ModelShape) -> Holder:
+    weight, num_params = own.get("weight", ()), sum(map(math.prod, own.values()))
+    if len(weight) == 2:
+        kind = "embedding" if name in ("embed", "embed_positions") else "linear"
+        return Holder(name, kind, num_params, *weight)
+    if len(weight) == 4:
+        return Holder(name, "Conv2d", num_params)
+    if not name:
+        return Holder(name, "model", num_params)
+    return Holder(name, "LayerNorm" if shape.norm == "layernorm" else "RMSNorm", num_params)
 
 
 def _outside(shape: ModelShape) -> Iterator[tuple[str, Shape]]:

@@ -70,7 +70,8 @@ def _unusable(value: Any, path: Path) -> tuple[str, str] | None:
     if isinstance(value, float):
         if not math.isfinite(value):
             return f"wanted a finite number, was given {value}", ""
-        if any(get_origin(arm) is Literal for arm in arms(annotation(path))):  # pydantic takes 2.0 for Literal[2]
+        taken = arms(annotation(path))
+        if float not in taken and any(get_origin(arm) is Literal for arm in taken):  # pydantic takes 2.0 for Literal[2]
             explained = wrong_value(path, value)
             return explained.what, explained.fix
     if isinstance(value, int) and not -(2**63) <= value < 2**63:

@@ -9,16 +9,43 @@ from __future__ import annotations
 from phalanx.job.shape import ModelShape
 
 
-def block_bytes(shape: ModelShape, c: int, *, experts: bool) -> int:
-    """Of one block, for one token."""
-    norms = 2 * norm_bytes(shape, shape.dim, c) + 2 * (norm_input_bytes(shape, shape.dim, c) if shape.post_norms else 0)
+def block_bytes(shape: ModelShape, c: int, *, experts: bool, parts: int = 1) -> int:
+    """Of one block, for one token. `parts`: into how many the sequence is cut outside attention and feed-forward."""
+    inputs = norm_input_bytes(shape, shape.dim, c) * (4 if shape.post_norms else 2) // parts
+    norms = inputs + 2 * shape.dim * c  # what enters a matrix product is gathered before
     attention = _latent_attention_bytes(shape, c) if shape.kv_rank else _attention_bytes(shape, c)
     return norms + attention + (_experts_bytes(shape, c) if experts else _ffn_bytes(shape, shape.ffn_dim, c))
 
 
-def norm_bytes(shape: ModelShape, width: int, c: int) -> int:
+def product_bytes(shape: ModelShape, c: int, *, experts: bool) -> int:
+    """Of one block, for one token: what its matrices and its attention make, which selective recompute keeps."""
+    heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    if shape.kv_rank:  # latents and what is made of them; value_head_dim is the width of the output
+        made = shape.query_rank + shape.kv_rank + 2 * heads * shape.head_dim + 2 * heads * shape.value_head_dim
+    else:
+        made = 2 * (heads + kv_heads) * shape.head_dim  # q and the output, k and v
+    attention = (made + shape.dim) * c + 4 * heads
+    wide = (2 if shape.is_gated else 1) * c
+    if not experts:
+        return attention + wide * shape.ffn_dim + shape.dim * c
+    visited = shape.experts_per_token + shape.num_shared_experts
+    return attention + shape.num_experts * c + visited * (wide * shape.expert_ffn_dim + shape.dim * c)
+
+
+def shared_product_bytes(shape: ModelShape, c: int, *, experts: bool) -> int:
+    """Of these, what autograd keeps, too: the attention's results, and what the activation and the gate's product read.
+
+    A selectively recomputed block makes the rest of block_bytes again.
+    """
+    attention = shape.num_heads * (shape.head_dim * c + 4)
+    wide = (2 if shape.is_gated else 1) * c
+    visited = shape.experts_per_token + shape.num_shared_experts
+    return attention + wide * (visited * shape.expert_ffn_dim if experts else shape.ffn_dim)
+
+
+def norm_bytes(shape: ModelShape, width: int, c: int, parts: int = 1) -> int:
     """Of a norm whose output enters a matrix product, which keeps it."""
-    return norm_input_bytes(shape, width, c) + width * c
+    return norm_input_bytes(shape, width, c) // parts + width * c
 
 
 def norm_input_bytes(shape: ModelShape, width: int, c: int) -> int:

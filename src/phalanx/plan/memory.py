@@ -6,12 +6,26 @@ stage 2 also gradients, stage 3 also parameters. Activations count what autograd
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from phalanx.job.shape import ModelShape
 from phalanx.plan import activations
+from phalanx.plan.data_parallel import ALL_BLOCKS, DataParallel
+from phalanx.plan.segments import Segment, segments_of
 
-CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "loss", "communication", "allocator", "staging")
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "loss",
+    "communication",
+    "compression",
+    "allocator",
+    "staging",
+)
+LOOKED_UP_BYTES = 9  # of a token, where the embedding is cut: its row here, and whether that is elsewhere
+ERROR_FEEDBACK = ("int8", "topk", "powersgd")  # the compressions that keep what they have not sent
 
 # glibc keeps freed blocks: 0.2 to 0.5 of the activations in the fp32 runs of docs/benchmarks.md. What CUDA's caching
 # allocator keeps is not counted: its statistics, which a plan is compared with, are in allocated bytes.
@@ -46,13 +60,24 @@ class Workload:
 
     micro_batch_size: int
     seq_len: int  # of an image: its patches (and class token)
-    precision: str  # "fp32" | "bf16"
-    recompute: str  # "none" | "full"
+    precision: str  # "fp32" | "bf16" | "fp16"
+    recompute: str  # a mode of train.recompute; segments say what it means for the model's blocks
     loss_chunk_tokens: int
     num_microbatches: int = 1
     document_masks: bool = False
     optimizer_bytes: int = 8  # per parameter
     copies_state: bool = False  # saves are written from a copy while training goes on
+    tp: int = 1
+    cuts_sequence: bool = False  # with tp: what lies between the cut matrices is cut along the sequence
+    compress: str = "none"  # how gradients travel (parallel.compress)
+    segments: tuple[Segment, ...] | None = None  # blocks that are recomputed; None: as `recompute` says of each
+    offloads_activations: bool = False  # what autograd keeps goes to host memory
+    options: DataParallel = field(default_factory=DataParallel)
+
+    @property
+    def sequence_parts(self) -> int:
+        """Into how many parts the sequence is cut between the cut matrices."""
+        return self.tp if self.cuts_sequence else 1
 
     @property
     def tokens(self) -> int:
@@ -60,26 +85,81 @@ class Workload:
 
     @property
     def compute_bytes(self) -> int:
-        return 2 if self.precision == "bf16" else 4
+        return 2 if self.precision in ("bf16", "fp16") else 4
+
+    @property
+    def error_bytes(self) -> int:
+        """Per parameter, of what compression has not sent yet. Each rank has its own."""
+        return 4 if self.compress in ERROR_FEEDBACK else 0
 
 
 def activation_bytes(shape: ModelShape, work: Workload) -> float:
-    """Bytes autograd keeps from the forward to the backward, all layers.
+    """Bytes of what is kept from the forward to the backward, all layers, at the worst moment.
 
-    Recompute keeps each layer's input, and one layer is alive while it is redone.
+    That is where the backward begins, or where blocks are redone: what earlier blocks keep is still there, and what
+    the redone ones would have kept is alive.
     """
     c = work.compute_bytes
-    dense, sparse = (activations.block_bytes(shape, c, experts=experts) for experts in (False, True))
-    num_sparse = shape.num_expert_layers
-    layers = (shape.num_layers - num_sparse) * dense + num_sparse * sparse
-    if work.recompute == "full":
-        largest = max(dense if num_sparse < shape.num_layers else 0, sparse if num_sparse else 0)
-        layers = shape.num_layers * shape.dim * c + largest
+    kept, redone = _stretches(shape, work)
+    worst = sum(kept)
+    before = 0
+    for kept_here, redone_here in zip(kept, redone, strict=True):
+        before += kept_here
+        worst = max(worst, before + redone_here)
+    return work.tokens * worst + _outside_blocks(shape, work, c)
+
+
+def kept_bytes(shape: ModelShape, work: Workload) -> float:
+    """Bytes that are there where the forward ends."""
+    kept, _ = _stretches(shape, work)
+    return work.tokens * sum(kept) + _outside_blocks(shape, work, work.compute_bytes)
+
+
+def activation_bytes_on_device(shape: ModelShape, work: Workload) -> float:
+    """With activations in host memory: of the stretch that is computed and of the next, which is on its way."""
+    kept, redone = _stretches(shape, work)
+    pairs = (now + after + again for now, after, again in zip(kept, [*kept[1:], 0], redone, strict=True))
+    return work.tokens * max(pairs) + _outside_blocks(shape, work, work.compute_bytes)
+
+
+def _stretches(shape: ModelShape, work: Workload) -> tuple[list[int], list[int]]:
+    """Of one token, in forward order: what each segment (or block outside one) keeps, and what redoing it makes."""
+    c = work.compute_bytes
+    blocks = [
+        activations.block_bytes(
+            shape, c, experts=layer >= shape.num_layers - shape.num_expert_layers, parts=work.sequence_parts
+        )
+        for layer in range(shape.num_layers)
+    ]
+    segments = work.segments
+    if segments is None:
+        segments = segments_of(work.recompute, shape.num_layers)
+    starts = {segment.start: segment for segment in segments}
+    kept, redone, layer = [], [], 0
+    while layer < shape.num_layers:
+        segment = starts.get(layer, Segment(layer, layer + 1, "none"))
+        whole = sum(blocks[layer : segment.stop])
+        if segment.mode == "none":
+            kept.append(whole)
+            redone.append(0)
+        elif segment.mode == "selective":
+            experts = layer >= shape.num_layers - shape.num_expert_layers
+            kept.append(shape.dim * c // work.sequence_parts + activations.product_bytes(shape, c, experts=experts))
+            redone.append(whole - activations.shared_product_bytes(shape, c, experts=experts))
+        else:
+            kept.append(shape.dim * c // work.sequence_parts)
+            redone.append(whole)
+        layer = segment.stop
+    return kept, redone
+
+
+def _outside_blocks(shape: ModelShape, work: Workload, c: int) -> float:
     masks = activations.mask_bytes(shape, work.micro_batch_size, work.seq_len, c, documents=work.document_masks)
     if shape.reads_images:  # the last norm and the head see one token of each image
-        return work.tokens * layers + work.micro_batch_size * activations.image_bytes(shape, c)
-    last = activations.norm_bytes(shape, shape.dim, c) + activations.table_bytes(shape)
-    return work.tokens * (layers + last) + masks
+        return work.micro_batch_size * activations.image_bytes(shape, c)
+    last = activations.norm_bytes(shape, shape.dim, c, work.sequence_parts)
+    looked_up = LOOKED_UP_BYTES if work.tp > 1 else 0
+    return work.tokens * (last + looked_up + activations.table_bytes(shape)) + masks
 
 
 def loss_bytes(shape: ModelShape, work: Workload) -> float:
@@ -96,26 +176,58 @@ def loss_bytes(shape: ModelShape, work: Workload) -> float:
     return logits + work.tokens * shape.dim * work.compute_bytes + shape.vocab_size * shape.dim * 4
 
 
-def communication_bytes(shape: ModelShape, work: Workload, zero_stage: int) -> float:
+def communication_bytes(shape: ModelShape, work: Workload, zero_stage: int, num_ranks: int) -> float:
     """Bytes of what sharding gathers for use: the unsharded weights and gradients of the units alive at the worst time.
 
-    DDP reduces in the gradients' own storage and needs nothing more. Under bf16 autocast it keeps cast weights.
+    DDP reduces in its buckets, which are the gradients' own storage unless microbatches accumulate beside them. Under
+    autocast it keeps cast weights.
     """
-    if zero_stage == 0:
-        return shape.num_params * 2 if work.precision == "bf16" else 0
+    if zero_stage <= 1:
+        accumulated = shape.num_params * 4 if work.num_microbatches > 1 and num_ranks > 1 else 0
+        return accumulated + (shape.num_params * 2 if work.compute_bytes == 2 else 0)
     # Between microbatches gradients are not reduced, and stay whole.
-    accumulated = shape.num_params * 4 if work.num_microbatches > 1 else 0
-    block, rest = shape.block_params, shape.num_params - shape.blocks_params
+    stay_whole = work.num_microbatches > 1 and work.options.accumulate == "unsharded"
+    accumulated = shape.num_params * 4 if stay_whole else 0
+    unit, rest = unit_params(shape, work.options)
     if zero_stage == 3:
-        # The root unit (embedding, head) stays whole through the forward; one block is gathered beside it.
-        return (rest + block) * work.compute_bytes + max(rest, block) * 4 + accumulated
-    return shape.num_params * work.compute_bytes + max(rest, block) * 4 + accumulated
+        # The root unit (embedding, head) stays whole through the forward; a unit of blocks is gathered beside it, and
+        # those that are fetched ahead. A segment that is redone has all of its blocks gathered.
+        together = max((segment.num_blocks for segment in work.segments or ()), default=1) * shape.block_params
+        alive = min(max(unit * (1 + (work.options.prefetch or 0)), together), shape.num_params - rest)
+        return (rest + alive) * work.compute_bytes + max(rest, unit) * 4 + accumulated
+    return shape.num_params * work.compute_bytes + max(rest, unit) * 4 + accumulated
+
+
+def unit_params(shape: ModelShape, options: DataParallel) -> tuple[int, int]:
+    """(parameters of a unit of blocks, parameters of the root's unit)."""
+    if options.blocks_per_unit == ALL_BLOCKS:
+        return 0, shape.num_params
+    unit = min(shape.block_params * options.blocks_per_unit, shape.blocks_params)
+    return unit, shape.num_params - shape.blocks_params
 
 
 def staging_bytes(shape: ModelShape, work: Workload, num_ranks: int) -> int:
     """Host memory of one rank for the copy that asynchronous saves are written from: its part of weights and optimizer
     state, which is an equal one in every layout, because no block is written twice."""
-    return round(shape.num_params * (StateBytes().parameters + work.optimizer_bytes) / num_ranks)
+    split = shape.num_params * (StateBytes().parameters + work.optimizer_bytes) / num_ranks
+    return round(split + shape.num_params * work.error_bytes)
+
+
+def of_one_rank(shape: ModelShape, tp: int) -> ModelShape:
+    """What tensor parallelism leaves of a model on one rank, as a shape: fewer heads, features and rows, as wide.
+
+    Of a user's own module, whose rules are not read here, all of it.
+    """
+    if tp == 1 or not shape.is_known:
+        return shape
+    return replace(
+        shape,
+        num_heads=shape.num_heads // tp,
+        num_kv_heads=max(1, shape.num_kv_heads // tp),
+        ffn_dim=-(-shape.ffn_dim // tp),
+        expert_ffn_dim=-(-shape.expert_ffn_dim // tp),
+        vocab_size=-(-shape.vocab_size // tp),
+    )
 
 
 def rank_memory(
@@ -125,14 +237,25 @@ def rank_memory(
 
     Of a user's own module only the states are known: activations, loss and communication count zero.
     """
+    shape = of_one_rank(shape, work.tp)
     memory = state_bytes(shape.num_params, zero_stage, dp_size, StateBytes(optimizer=work.optimizer_bytes))
+    memory["compression"] = shape.num_params * work.error_bytes if zero_stage == 0 and num_ranks > 1 else 0
     if shape.is_known:
-        memory["activations"] = activation_bytes(shape, work)
+        on_device = work.offloads_activations and device != "cpu"  # a CPU has no other memory to move them to
+        memory["activations"] = (activation_bytes_on_device if on_device else activation_bytes)(shape, work)
         memory["loss"] = loss_bytes(shape, work)
-        memory["communication"] = communication_bytes(shape, work, zero_stage)
+        memory["communication"] = communication_bytes(shape, work, zero_stage, num_ranks)
+        if zero_stage == 2:  # FSDP keeps shards, too, and what is gathered of them counts as communication
+            memory["parameters"] /= dp_size
+    if device != "cpu":
+        on_host = {"optimizer": work.options.state_on_host} | dict.fromkeys(
+            ("parameters", "gradients"), work.options.parameters_on_host
+        )
+        memory |= {category: 0 for category, is_away in on_host.items() if is_away}
     if device == "cpu":
         memory["allocator"] = CPU_LIBRARY_BYTES + CPU_ALLOCATOR_SHARE * memory.get("activations", 0)
         if work.copies_state:
-            memory["staging"] = staging_bytes(shape, work, num_ranks)
-    always = [category for category in CATEGORIES if category != "staging" or category in memory]
+            memory["staging"] = staging_bytes(shape, work, num_ranks // work.tp)
+    memory = {category: size for category, size in memory.items() if size or category != "compression"}
+    always = [category for category in CATEGORIES if category not in ("staging", "compression") or category in memory]
     return {category: round(memory.get(category, 0)) for category in always}

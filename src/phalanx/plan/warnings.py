@@ -15,7 +15,7 @@ from phalanx.core.units import format_count
 from phalanx.job.schema import Job
 
 if TYPE_CHECKING:
-    from phalanx.plan.planner import Plan
+    from phalanx.plan.plan import Plan
 
 LARGE_BATCH_TOKENS = 2**18
 LARGE_BATCH_SAMPLES = 256  # where a sample has one target
@@ -109,11 +109,15 @@ def _few_batchnorm_samples(job: Job, plan: Plan, data: DataFacts | None) -> str 
 
 def _dropout(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     layers, ranks = _measured(plan, "num_dropouts"), plan.layout.data_parallel_size
-    if not layers or ranks == 1:
+    is_compiled = plan.compile and plan.recompute != "none"
+    if not layers or ranks == 1 or (plan.dropout == "global" and not is_compiled):
         return None
+    fix = "set parallel.dropout=global"
+    if plan.dropout == "global":
+        fix = "what is compiled and recomputed draws as torch does: set train.compile=false or train.recompute=none"
     return (
         f"{_plural(layers, 'dropout layer')} draw on each of {ranks} ranks: a run repeats itself, and another "
-        "number of ranks draws other masks; set the probability to 0 to compare layouts"
+        f"number of ranks draws other masks; {fix}"
     )
 
 

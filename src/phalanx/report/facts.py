@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.checkpoint.best import Best
+from phalanx.core.units import format_bytes
 from phalanx.observe import events
 from phalanx.observe.events import Envelope
 from phalanx.observe.units import Units
@@ -44,13 +45,25 @@ def group_of(phase: str) -> str:
     return name if name in GROUPS else "other"
 
 
+def sent_in_words(sent_bytes: float, plain_bytes: float) -> str:
+    """Of one step; a percentage only where it says something."""
+    if not sent_bytes > 0:
+        return ""
+    share = f", {100 * sent_bytes / plain_bytes:.3g} % of what fp32 sends" if 0 < plain_bytes != sent_bytes else ""
+    return f"{format_bytes(sent_bytes)} a step{share}"
+
+
 def untrained(steps: Collection[int], skipped: Iterable[events.StepSkipped]) -> str | None:
     """What to say of a run that applied none of its steps, or None."""
     reasons = {int(event.step): event.reason for event in skipped}
     if not steps or not reasons.keys() >= set(steps):
         return None
     every = "the only step" if len(steps) == 1 else f"each of the {len(steps):,} steps"
-    which = {"no_targets": "had no targets", "nonfinite_gradients": "had non-finite gradients"}
+    which = {
+        "no_targets": "had no targets",
+        "nonfinite_gradients": "had non-finite gradients",
+        "overflow": "overflowed in fp16",
+    }
     why = which.get(reasons[min(reasons)], "was skipped") if len(set(reasons.values())) == 1 else "was skipped"
     return f"no step was applied, the weights are those it began with: {every} {why}"
 
@@ -66,6 +79,8 @@ class Steps:
     step_s: list[float] = field(default_factory=list)
     tokens_per_s: list[float] = field(default_factory=list)
     rss_bytes: list[float] = field(default_factory=list)
+    sent_bytes: list[float] = field(default_factory=list)
+    sent_tp_bytes: list[float] = field(default_factory=list)
     groups_s: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in GROUPS})
 
     def __len__(self) -> int:
@@ -143,6 +158,19 @@ class RunFacts:
     units: Units
     warnings: list[str]
     """What was said before the first step or along the way that a person should know."""
+
+    @property
+    def sent(self) -> str:
+        """ "12.3 MiB a step, 25 % of what fp32 sends": what the lead rank sent of gradients; empty if nothing."""
+        sent = sorted(self.steps.sent_bytes)
+        starts = [attempt.started for attempt in self.attempts if attempt.started is not None]
+        return sent_in_words(sent[len(sent) // 2] if sent else 0, starts[-1].plain_bytes if starts else 0)
+
+    @property
+    def sent_over_tp(self) -> str:
+        """ "12.3 MiB a step": what the lead rank sent over tp; empty if nothing, or nobody knows."""
+        sent = sorted(self.steps.sent_tp_bytes)
+        return sent_in_words(sent[len(sent) // 2] if sent else 0, 0)
 
     @property
     def best(self) -> events.EvalFinished | None:

@@ -61,6 +61,8 @@ def _keys(facts: RunFacts) -> list[tuple[str, str, str]]:
         ("Restarts", str(facts.num_restarts), f"{facts.num_rolled_back:,} steps rolled back" if redone else ""),
         ("Skipped steps", str(len(facts.skipped)), ""),
         ("Layout", words.layout(dict(facts.layout)), tokens),
+        *([("Sent over tp", facts.sent_over_tp, "activations and their gradients")] if facts.sent_over_tp else []),
+        *([("Gradients sent", facts.sent.partition(",")[0], facts.sent.partition(", ")[2])] if facts.sent else []),
     ]
 
 

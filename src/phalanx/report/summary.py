@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 from phalanx.checkpoint.folder import LocalFolder
 from phalanx.checkpoint.manifest import list_checkpoints
+from phalanx.core.errors import CheckpointError
 from phalanx.observe import events
 from phalanx.report.facts import RunFacts
+from phalanx.report.reduce import median
 
 
 def run_json(facts: RunFacts) -> dict[str, Any]:
@@ -33,6 +36,8 @@ def run_json(facts: RunFacts) -> dict[str, Any]:
             for event in facts.baselines
         ],
         "tokens_per_s": _number(facts.tokens_per_s),
+        "sent_bytes_per_step": _number(median(facts.steps.sent_bytes)),
+        "sent_tp_bytes_per_step": _number(median(facts.steps.sent_tp_bytes)) or None,
         "wall_s": _number(facts.wall_s),
         "layout": facts.layout,
         "world_size": facts.world_size,
@@ -87,17 +92,24 @@ def _memory(rank: int, event: events.MemoryMeasured) -> dict[str, Any]:
 
 
 def _checkpoints(facts: RunFacts) -> list[dict[str, Any]]:
-    """Those that are there, oldest first. Of a store elsewhere nobody is asked: what the run said of it counts."""
+    """Those that are there, oldest first. Of a store elsewhere, or a directory that cannot be read, what the run said
+    counts.
+    """
     told: dict[int, events.CheckpointSaved] = {}
     for event in (envelope.event for envelope in facts.story):
         if isinstance(event, events.CheckpointSaved):
             told[event.step] = event
         elif isinstance(event, events.CheckpointsRemoved):
             told = {step: saved for step, saved in told.items() if step not in event.steps}
-    if any("://" in saved.path for saved in told.values()):
-        return [{"step": step, "path": e.path, "num_bytes": e.num_bytes} for step, e in sorted(told.items())]
-    found = []
-    for path in list_checkpoints(facts.run_dir):
+    said = [{"step": step, "path": e.path, "num_bytes": e.num_bytes} for step, e in sorted(told.items())]
+    if any("://" in saved.path or Path(saved.path).is_absolute() for saved in told.values()):
+        return said
+    try:
+        paths = list_checkpoints(facts.run_dir)
+    except CheckpointError:
+        return said
+    found: list[dict[str, Any]] = []
+    for path in paths:
         step = LocalFolder(path).step
         num_bytes = told[step].num_bytes if step in told else None
         found.append({"step": step, "path": str(path.relative_to(facts.run_dir)), "num_bytes": num_bytes})

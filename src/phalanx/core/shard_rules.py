@@ -1,0 +1,37 @@
+"""`@phalanx.shard_rules({...})`: a user's module brings its own rules for tensor parallelism."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+ATTRIBUTE = "shard_rules"  # of a module: pattern -> rule
+Made = TypeVar("Made", bound=Callable[..., Any])
+
+
+def shard_rules(rules: Mapping[str, str]) -> Callable[[Made], Made]:
+    """Decorate a module's class, or the factory that builds one, with the rules by which tensor parallelism cuts it.
+
+    `rules` are those of `[parallel.rules]` in a job: names of modules, as patterns, to kinds of cuts. What a job says
+    of the same pattern wins, and so do the rules that an object has set itself in `shard_rules`.
+
+        @phalanx.shard_rules({"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"})
+        class Model(nn.Module): ...
+    """
+    written = dict(rules)
+
+    def decorate(made: Made) -> Made:
+        if isinstance(made, type):
+            setattr(made, ATTRIBUTE, {**getattr(made, ATTRIBUTE, {}), **written})
+            return made
+
+        @functools.wraps(made)
+        def build(*args: Any, **kwargs: Any) -> Any:
+            module = made(*args, **kwargs)
+            setattr(module, ATTRIBUTE, {**written, **(getattr(module, ATTRIBUTE, None) or {})})
+            return module
+
+        return build  # type: ignore[return-value]
+
+    return decorate

@@ -1,0 +1,53 @@
+"""Where checkpoints go and weights come from, when a save is due, and what is kept."""
+
+from __future__ import annotations
+
+from phalanx.core.store_urls import refusal
+from phalanx.job.explain import Finding, printable
+from phalanx.job.question import check, finding
+from phalanx.job.schema import Job
+
+
+@check("checkpoint.url")
+def checkpoints_have_an_address(job: Job) -> list[Finding]:
+    url = job.checkpoint.url
+    refused = refusal(url, in_job=True) if url is not None else None
+    if url is None or refused is None:
+        return []
+    return [finding("checkpoint.url", f"{printable(url)!r} {refused.what}", refused.fix)]
+
+
+@check("model.init_from")
+def initial_weights_have_an_address(job: Job) -> list[Finding]:
+    place = job.model.init_from
+    refused = refusal(place) if place is not None and ("://" in place or "::" in place) else None
+    if place is None or refused is None:
+        return []
+    return [finding("model.init_from", f"{printable(place)!r} {refused.what}", refused.fix)]
+
+
+@check("checkpoint.every", "checkpoint.mtbf_hours")
+def auto_interval_needs_failures(job: Job) -> list[Finding]:
+    kept = job.checkpoint
+    if kept.every == "auto" and kept.mtbf_hours is None:
+        what = '"auto" weighs what a save costs against how often the job fails, and nothing says how often'
+        return [finding("checkpoint.every", what, "set checkpoint.mtbf_hours, or every_minutes instead")]
+    if kept.every is None and kept.mtbf_hours is not None:
+        return [finding("checkpoint.mtbf_hours", 'is for checkpoint.every = "auto"', 'set every = "auto" as well')]
+    return []
+
+
+@check("checkpoint.keep_last", "checkpoint.keep_every")
+def keeping_some_removes_others(job: Job) -> list[Finding]:
+    if job.checkpoint.keep_every is None or job.checkpoint.keep_last is not None:
+        return []
+    what = "keeps some of what is removed, and without keep_last nothing is"
+    return [finding("checkpoint.keep_every", what, "set checkpoint.keep_last")]
+
+
+CHECKS = (
+    checkpoints_have_an_address,
+    initial_weights_have_an_address,
+    auto_interval_needs_failures,
+    keeping_some_removes_others,
+)

@@ -1,0 +1,98 @@
+"""Faults that a job injects: how they are spelled, and whether what they strike comes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from phalanx.core import registry
+from phalanx.core.errors import did_you_mean
+from phalanx.core.phases import PHASES
+from phalanx.job.explain import Finding
+from phalanx.job.kind_checks import is_own_name, names_in
+from phalanx.job.question import check
+from phalanx.job.rank_checks import known_ranks
+from phalanx.job.schema import Job
+
+FAULTS = "phalanx.resilience.faults"
+KEYS = ("rank", "step", "phase")
+
+
+@check("resilience.inject")
+def faults_are_well_formed(job: Job) -> list[Finding]:
+    return [
+        Finding(("resilience", "inject", index), *wrong)
+        for index, text in enumerate(job.resilience.inject)
+        for wrong in _fault_problems(text)
+    ]
+
+
+@check("resilience.inject", "parallel.ranks", "parallel.dp_replicate", "parallel.dp_shard", "parallel.tp")
+def fault_ranks_exist(job: Job) -> list[Finding]:
+    ranks = known_ranks(job)
+    if ranks is None:
+        return []
+    what, fix = "{text!r} strikes rank {number}, which does not exist", f"ranks are 0 to {ranks - 1}"
+    return [replace(found, fix=fix) for found in _faults_beyond(job, "rank", ranks - 1, what)]
+
+
+@check("resilience.inject", "train.steps")
+def fault_steps_come(job: Job) -> list[Finding]:
+    steps = job.train.steps
+    return _faults_beyond(job, "step", steps, f"{{text!r}} strikes at step {{number}}, and train.steps is {steps}")
+
+
+def _faults_beyond(job: Job, key: str, last: int, what: str) -> list[Finding]:
+    """One finding for each fault that names a `key` greater than `last`."""
+    findings: list[Finding] = []
+    for index, text in enumerate(job.resilience.inject):
+        for name, _, value in (part.partition("=") for part in _split_fault(text)[1]):
+            if name == key and _is_count(value) and int(value) > last:
+                findings.append(Finding(("resilience", "inject", index), what.format(text=text, number=int(value))))
+    return findings
+
+
+def _fault_problems(text: str) -> list[tuple[str, str]]:
+    """What is wrong with the spelling of "fault:key=value,...", each as (what, fix)."""
+    usage = 'write "fault:rank=1,step=7,phase=backward"'
+    fault, parts = _split_fault(text)
+    known = names_in(FAULTS)
+    wrong: list[tuple[str, str]] = []
+    if fault.partition(":")[0] in ("", *known) and fault not in known:
+        wrong.append((f"{text!r} is not fault:key=value,...", usage))
+    elif registry.is_foreign(fault) and not is_own_name(fault):
+        wrong.append((f"{fault!r} is not package.module:function", usage))
+    elif not registry.is_foreign(fault) and known and fault not in known:
+        wrong.append((f"unknown fault {fault!r}", did_you_mean(fault, known) or f"faults are {', '.join(known)}"))
+    seen: set[str] = set()
+    for part in parts:
+        key, _, value = part.partition("=")
+        if not value:
+            wrong.append((f"{part!r} in {text!r} is not key=value", usage))
+        elif key not in KEYS:
+            fix = did_you_mean(key, KEYS) or f"keys are {', '.join(KEYS)}"
+            wrong.append((f"unknown key {key!r} in {text!r}", fix))
+        elif key in seen:
+            wrong.append((f"{key} is given twice in {text!r}", "keep one of them"))
+        elif key == "phase" and value not in PHASES:
+            wrong.append((f"unknown phase {value!r}", did_you_mean(value, PHASES) or f"phases are {', '.join(PHASES)}"))
+        elif key != "phase" and not _is_count(value):
+            wrong.append((f"{key} {value!r} in {text!r} is not a whole number of at least 0", ""))
+        seen.add(key)
+    return wrong
+
+
+def _split_fault(text: str) -> tuple[str, list[str]]:
+    """ "kill:rank=1,step=7" -> ("kill", ["rank=1", "step=7"]). A fault of the user's own has a colon in its name."""
+    head, _, tail = text.rpartition(":")
+    return (head, tail.split(",")) if "=" in tail and head else (text, [])
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 19
+
+
+CHECKS = (
+    faults_are_well_formed,
+    fault_ranks_exist,
+    fault_steps_come,
+)

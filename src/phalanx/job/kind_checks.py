@@ -1,0 +1,84 @@
+"""Names in a job that stand for code: a file in a folder of ours, or something of the user's own."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from phalanx.core import registry
+from phalanx.core.errors import did_you_mean
+from phalanx.job.explain import Finding
+from phalanx.job.question import check, finding
+from phalanx.job.schema import Job
+
+MODELS, SINKS = "phalanx.nn.models", "phalanx.observe.sinks"
+OPTIMIZERS = "phalanx.optim.optimizers"
+
+
+@check("model.kind")
+def model_exists(job: Job) -> list[Finding]:
+    if job.model.kind is None:
+        return []
+    return _exists("model.kind", job.model.kind, MODELS, "model", "package.module:factory")
+
+
+@check("model.kind", "model.args")
+def args_need_a_factory(job: Job) -> list[Finding]:
+    if job.model.is_foreign or not job.model.args:
+        return []
+    what = f'is for your own factory, and model.kind is "{job.model.kind or "decoder"}"'
+    return [finding("model.args", what, 'set model.kind = "package.module:factory", or remove model.args')]
+
+
+@check("model.objective")
+def objective_is_a_name(job: Job) -> list[Finding]:
+    if job.model.objective is None or is_own_name(job.model.objective):
+        return []
+    return [finding("model.objective", f"{job.model.objective!r} is not package.module:function")]
+
+
+@check("optim.kind")
+def optimizer_exists(job: Job) -> list[Finding]:
+    return _exists("optim.kind", job.optim.kind, OPTIMIZERS, "optimizer", "package.module:build")
+
+
+@check("observe.sinks")
+def sinks_exist(job: Job) -> list[Finding]:
+    return [
+        found
+        for index, sink in enumerate(job.observe.sinks or ())
+        for found in _exists(f"observe.sinks.{index}", sink, SINKS, "sink", "package.module:Class")
+    ]
+
+
+CHECKS = (
+    model_exists,
+    args_need_a_factory,
+    objective_is_a_name,
+    optimizer_exists,
+    sinks_exist,
+)
+
+
+def _exists(key: str, kind: str, package: str, noun: str, foreign: str) -> list[Finding]:
+    """Nothing if `kind` is a module of `package` or a well-formed name of the user's own."""
+    if registry.is_foreign(kind):
+        return [] if is_own_name(kind) else [finding(key, f"{kind!r} is not {foreign}")]
+    known = names_in(package)
+    if not known or kind in known:
+        return []
+    fix = did_you_mean(kind, known) or f"{noun}s are {', '.join(known)}, or {foreign} for your own"
+    return [finding(key, f"unknown {noun} {kind!r}", fix)]
+
+
+def names_in(package: str) -> list[str]:
+    """The kinds in a folder of ours; none if this installation lacks it, and then nothing can be said about a name."""
+    try:
+        found = importlib.util.find_spec(package)
+    except ModuleNotFoundError:  # not even the room that the folder would be in
+        return []
+    return registry.names(package) if found is not None else []
+
+
+def is_own_name(name: str) -> bool:
+    module, _, attribute = name.partition(":")
+    return all(part.isidentifier() for part in (*module.split("."), *attribute.split(".")))

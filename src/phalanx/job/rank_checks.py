@@ -1,0 +1,105 @@
+"""How many ranks there are to be, along which axes, and whether they can share the batch."""
+
+from __future__ import annotations
+
+from phalanx.job.explain import Finding
+from phalanx.job.nearby import divisors, divisors_near, multiples_near
+from phalanx.job.question import check, finding
+from phalanx.job.schema import Job
+
+
+@check("parallel.ranks", "parallel.dp_replicate", "parallel.dp_shard", "parallel.tp")
+def axes_fill_the_ranks(job: Job) -> list[Finding]:
+    ranks, copies, shards = job.parallel.ranks, job.parallel.dp_replicate, job.parallel.dp_shard
+    tp = job.parallel.tp or 1
+    if ranks is None:
+        return []
+    if ranks % tp:
+        what = f"tp {tp} does not divide the {ranks} ranks"
+        return [finding("parallel.tp", what, f"nearest tp: {divisors_near(ranks, tp)}")]
+    ranks //= tp
+    if copies is not None and shards is not None and copies * shards != ranks:
+        pairs = [(degree, ranks // degree) for degree in divisors(ranks)]
+        near = min(pairs, key=lambda pair: abs(pair[0] - copies) + abs(pair[1] - shards))
+        with_tp = f" x tp {tp}" if tp > 1 else ""
+        made = copies * shards * tp
+        what = (
+            f"dp_replicate {copies} x dp_shard {shards}{with_tp} makes {made} ranks, and parallel.ranks is {ranks * tp}"
+        )
+        fix = f"nearest: dp_replicate {near[0]} x dp_shard {near[1]}, or ranks {made}"
+        return [finding("parallel.ranks", what, fix)]
+    for name, degree in (("dp_replicate", copies), ("dp_shard", shards)):
+        if degree is not None and ranks % degree:
+            left = f", what tp {tp} leaves of {ranks * tp}" if tp > 1 else ""
+            what = f"{name} {degree} does not divide {'the ' if not left else ''}{ranks} ranks{left}"
+            return [finding(f"parallel.{name}", what, f"nearest: {divisors_near(ranks, degree)}")]
+    return []
+
+
+@check("train.global_batch_size", "train.micro_batch_size")
+def micro_batch_divides_global(job: Job) -> list[Finding]:
+    batch, micro = job.train.global_batch_size, job.train.micro_batch_size
+    if micro is None or batch % micro == 0:
+        return []
+    what = f"micro-batches of {micro} do not divide the global batch of {batch} sequences"
+    fix = f"nearest micro_batch_size: {divisors_near(batch, micro)}"
+    return [finding("train.micro_batch_size", what, fix)]
+
+
+@check(
+    "train.global_batch_size",
+    "train.micro_batch_size",
+    "parallel.ranks",
+    "parallel.dp_replicate",
+    "parallel.dp_shard",
+    "parallel.tp",
+)
+def ranks_share_the_batch(job: Job) -> list[Finding]:
+    batch, micro = job.train.global_batch_size, job.train.micro_batch_size or 1
+    known, tp = known_ranks(job), job.parallel.tp or 1
+    if known is None or known % tp:
+        return []
+    ranks = known // tp
+    if batch % micro or batch % (ranks * micro) == 0:
+        return []
+    parts = "" if micro == 1 else f" in micro-batches of {micro}"
+    what = f"a global batch of {batch} sequences cannot be shared evenly by {ranks} ranks{parts}"
+    fix = f"nearest global_batch_size: {multiples_near(batch, ranks * micro)}; or ranks: "
+    return [finding("train.global_batch_size", what, fix + divisors_near(batch // micro, ranks))]
+
+
+@check("parallel.tp", "parallel.tp_chunks", "parallel.sequence_parallel")
+def tensor_parallel_keys_are_read(job: Job) -> list[Finding]:
+    if (job.parallel.tp or 1) > 1:
+        return []
+    wishes = {"tp_chunks": job.parallel.tp_chunks > 1, "sequence_parallel": job.parallel.sequence_parallel is True}
+    what, fix = "is for tensor parallelism, and parallel.tp is 1", "set parallel.tp, or remove it"
+    return [finding(f"parallel.{key}", what, fix) for key, wish in wishes.items() if wish]
+
+
+@check(
+    "parallel.ranks", "parallel.dp_replicate", "parallel.dp_shard", "parallel.compress", asked_by=("parallel.ranks",)
+)
+def compressed_gradients_travel(job: Job) -> list[Finding]:
+    compress = job.parallel.compress
+    if compress == "none" or known_ranks(job) != 1:
+        return []
+    what = f"gradients travel as {compress} between ranks, and there is one"
+    return [finding("parallel.compress", what, "set parallel.ranks=2 or more, or remove it")]
+
+
+CHECKS = (
+    tensor_parallel_keys_are_read,
+    compressed_gradients_travel,
+    axes_fill_the_ranks,
+    micro_batch_divides_global,
+    ranks_share_the_batch,
+)
+
+
+def known_ranks(job: Job) -> int | None:
+    """The number of ranks, where the job alone decides it."""
+    parallel = job.parallel
+    if parallel.ranks is None and parallel.dp_replicate is not None and parallel.dp_shard is not None:
+        return parallel.dp_replicate * parallel.dp_shard * (parallel.tp or 1)
+    return parallel.ranks

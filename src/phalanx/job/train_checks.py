@@ -1,0 +1,151 @@
+"""What a step does: schedule and optimizer, evaluation, digits, what is recomputed."""
+
+from __future__ import annotations
+
+from phalanx.core import registry
+from phalanx.job.explain import Finding, printable
+from phalanx.job.question import check, finding
+from phalanx.job.rate import warmup_steps
+from phalanx.job.schema import Job
+
+# Schedule and optimizer
+
+
+@check("train.steps", "optim.warmup_steps", asked_by=("optim.warmup_steps",))
+def warmup_fits(job: Job) -> list[Finding]:
+    steps, warmup = job.train.steps, warmup_steps(job)
+    if warmup <= steps:
+        return []
+    what = f"a warm-up of {warmup} steps is longer than the {steps} steps of train.steps"
+    return [finding("optim.warmup_steps", what, f"warmup_steps at most {steps}, or steps at least {warmup}")]
+
+
+@check(
+    "train.steps",
+    "optim.schedule",
+    "optim.warmup_steps",
+    "optim.decay_fraction",
+    asked_by=("optim.warmup_steps", "optim.decay_fraction"),
+)
+def warmup_and_decay_fit(job: Job) -> list[Finding]:
+    steps, warmup, decay = job.train.steps, warmup_steps(job), job.optim.decay_fraction
+    if job.optim.schedule != "wsd" or warmup > steps or warmup + int(decay * steps) <= steps:
+        return []
+    what = f"{warmup} steps of warm-up and {int(decay * steps)} of decay are more than the {steps} steps of train.steps"
+    fix = f"decay_fraction at most {(steps - warmup) / steps:.3g}, or warmup_steps at most {steps - int(decay * steps)}"
+    return [finding("optim.decay_fraction", what, fix)]
+
+
+@check("optim.betas")
+def betas_are_below_one(job: Job) -> list[Finding]:
+    what = "wanted a number below 1, was given 1: the moment would never change"
+    return [Finding(("optim", "betas", i), what) for i, beta in enumerate(job.optim.betas) if beta == 1]
+
+
+@check("optim.kind", "optim.lr_scaling")
+def scaling_rule_is_known(job: Job) -> list[Finding]:
+    if job.optim.lr_scaling != "auto" or not registry.is_foreign(job.optim.kind):
+        return []
+    what = "no rule is known for your own optimizer"
+    return [finding("optim.lr_scaling", what, 'set "linear" (SGD) or "sqrt" (Adam), or "none"')]
+
+
+@check("optim.lr_scaling", "optim.reference_batch_size")
+def scaling_needs_a_reference(job: Job) -> list[Finding]:
+    if job.optim.lr_scaling == "none" or job.optim.reference_batch_size is not None:
+        return []
+    what = f'"{job.optim.lr_scaling}" scales lr from the batch it was tuned for, and nothing says which that was'
+    return [finding("optim.lr_scaling", what, "set optim.reference_batch_size")]
+
+
+# Evaluation
+
+
+@check("eval.tokens", "eval.every_steps", "eval.keep_best")
+def evaluations_have_tokens(job: Job) -> list[Finding]:
+    if job.eval.tokens:
+        return []
+    wishes = {"every_steps": job.eval.every_steps is not None, "keep_best": job.eval.keep_best}
+    what = "needs an evaluation, and eval.tokens is 0: there is none"
+    return [finding(f"eval.{key}", what, "set eval.tokens") for key, wish in wishes.items() if wish]
+
+
+@check("eval.metric", "eval.mode", "model.objective", asked_by=("eval.metric", "eval.mode"))
+def metrics_are_the_objectives(job: Job) -> list[Finding]:
+    metric, mode, own = job.eval.metric, job.eval.mode, job.model.objective
+    if metric == "loss":
+        return [finding("eval.mode", "the best loss is the lowest", 'mode = "min"')] if mode == "max" else []
+    if own is None:
+        what = f'the objective of phalanx has the loss and nothing named "{printable(metric)}"'
+        return [finding("eval.metric", what, "set model.objective to one of yours that has metrics")]
+    if mode is None:
+        what = f"nothing says whether a high or a low {printable(metric)} is better"
+        return [finding("eval.mode", what, 'set eval.mode to "max" or "min"')]
+    return []
+
+
+# Digits
+
+
+@check("precision.compute", "precision.loss_scale", "precision.loss_scale_initial", "precision.loss_scale_growth_steps")
+def only_fp16_is_scaled(job: Job) -> list[Finding]:
+    of, plain = job.precision, Job().precision
+    keys = ["loss_scale"] if of.compute != "fp16" else []
+    if of.compute != "fp16" or of.loss_scale != "dynamic":
+        keys += ["loss_scale_initial", "loss_scale_growth_steps"]
+    what = "is for fp16" if of.compute != "fp16" else "is for the dynamic scale, and precision.loss_scale is a number"
+    fix = 'set precision.compute = "fp16", or remove it' if of.compute != "fp16" else "remove one of them"
+    return [finding(f"precision.{key}", what, fix) for key in keys if getattr(of, key) != getattr(plain, key)]
+
+
+@check("parallel.compress", "parallel.compress_rank", "parallel.compress_fraction")
+def compressions_read_their_keys(job: Job) -> list[Finding]:
+    of, plain = job.parallel, Job().parallel
+    readers = {"compress_rank": "powersgd", "compress_fraction": "topk"}
+    return [
+        finding(
+            f"parallel.{key}", f'is for {kind}, and compress is "{of.compress}"', f'set compress = "{kind}" as well'
+        )
+        for key, kind in readers.items()
+        if of.compress != kind and getattr(of, key) != getattr(plain, key)
+    ]
+
+
+# What is recomputed
+
+
+@check("train.recompute", "train.recompute_every")
+def every_k_has_a_k(job: Job) -> list[Finding]:
+    return _belongs(job, "every-k", "recompute_every", "which blocks, say 2 for every second one")
+
+
+@check("train.recompute", "train.recompute_budget_gib")
+def budget_has_a_size(job: Job) -> list[Finding]:
+    return _belongs(job, "budget", "recompute_budget_gib", "what activations may take")
+
+
+def _belongs(job: Job, mode: str, key: str, what: str) -> list[Finding]:
+    """A mode of train.recompute and the key that it alone reads: both or none."""
+    is_asked, is_given = job.train.recompute == mode, getattr(job.train, key) is not None
+    if is_asked and not is_given:
+        return [finding("train.recompute", f'"{mode}" needs train.{key}: {what}', f"set train.{key}")]
+    if is_given and not is_asked:
+        return [
+            finding(f"train.{key}", f'is for train.recompute = "{mode}"', f'set train.recompute = "{mode}" as well')
+        ]
+    return []
+
+
+CHECKS = (
+    warmup_fits,
+    warmup_and_decay_fit,
+    betas_are_below_one,
+    scaling_rule_is_known,
+    scaling_needs_a_reference,
+    evaluations_have_tokens,
+    metrics_are_the_objectives,
+    only_fp16_is_scaled,
+    compressions_read_their_keys,
+    every_k_has_a_k,
+    budget_has_a_size,
+)

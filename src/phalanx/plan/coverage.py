@@ -1,0 +1,124 @@
+"""What sharding rules cut of a user's own module, and what they leave whole: found before a rank starts. Torch-free."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from phalanx.core.errors import LayoutError, did_you_mean
+from phalanx.core.units import format_count
+from phalanx.job.shape import Holder, ModelShape
+from phalanx.job.tensors import holders_of, module_names
+from phalanx.plan.rules import CUTS, Rule, matches, parse_rules, rule_of, rules_of
+
+NUM_NAMED = 3
+SHARE_WORTH_A_WORD = 0.01  # of all parameters
+
+
+def check_rules(own: Mapping[str, str], shape: ModelShape, tp: int) -> tuple[Rule, ...]:
+    """The job's rules, then the model's own. Raises LayoutError for what cannot be: text, names, kinds of modules,
+    degrees. With one rank only the text is looked at."""
+    rules = parse_rules(own)
+    if tp > 1 and shape.is_known and not shape.kv_rank:
+        return _check_built_in(rules, shape, tp)
+    if shape.measured is None or tp == 1 or not shape.measured.names:
+        return rules
+    brought = {pattern: text for pattern, text in shape.measured.shard_rules if pattern not in own}
+    rules += parse_rules(brought)
+    require_matches(rules, shape.measured.names)
+    if not any(rule.kind in CUTS for rule in rules):
+        raise no_rules(shape.kind)
+    for holder in shape.measured.holders:
+        rule = rule_of(rules, holder.name)
+        if rule is not None and rule.kind in CUTS:
+            _check(rule, holder, tp)
+    return rules
+
+
+def _check_built_in(own: tuple[Rule, ...], shape: ModelShape, tp: int) -> tuple[Rule, ...]:
+    """Its own rules are right: only the job's are looked at."""
+    replaced = {rule.pattern for rule in own}
+    rules = own + parse_rules({p: text for p, text in rules_of(shape).items() if p not in replaced})
+    if not own:
+        return rules
+    require_matches(own, module_names(shape))
+    if not any(rule.kind in CUTS for rule in rules):
+        raise no_rules(f"a {shape.kind} with these rules")
+    for holder in holders_of(shape).values():
+        rule = rule_of(own, holder.name)
+        if rule is not None and rule.kind in CUTS:
+            _check(rule, holder, tp)
+    return rules
+
+
+def no_rules(what: str) -> LayoutError:
+    return LayoutError(
+        f"{what} has no sharding rules, and tp cannot cut it",
+        fix="phalanx plan --suggest-rules proposes some for [parallel.rules], or set parallel.tp=1",
+    )
+
+
+def require_matches(rules: Iterable[Rule], names: Sequence[str]) -> None:
+    """Raises LayoutError for a rule that is for no module."""
+    for rule in rules:
+        if not any(matches(rule.pattern, name) for name in names):
+            near = did_you_mean(rule.pattern, sorted({pattern_of(name) for name in names if name}))
+            known = list(dict.fromkeys(pattern_of(name) for name in names if name))[:5]
+            raise LayoutError(
+                "no module of the model is named so",
+                where=f'sharding rule "{rule.pattern}" = "{rule.text}"',
+                fix=near or f"its modules are {', '.join(known)} ...",
+            )
+
+
+def require_cuttable(rule: Rule, name: str, kind: str) -> None:
+    """Raises LayoutError for a cut of what is no linear layer. `kind` is one of `Holder`."""
+    where = f'sharding rule "{rule.pattern}" = "{rule.text}"'
+    if kind == "attention":
+        raise LayoutError(
+            f"{name} belongs to an nn.MultiheadAttention, which multiplies by its matrices itself",
+            where=where,
+            fix="leave it out, and it stays whole on every rank; or write it with nn.Linear for q, k, v and o",
+        )
+    legal = ("linear", "embedding") if rule.kind == "vocab" else ("linear",)
+    if kind not in legal:
+        wanted = "embeddings and linear layers" if rule.kind == "vocab" else "linear layers"
+        raise LayoutError(
+            f"{name} is {'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}, and {rule.kind} cuts {wanted}",
+            where=where,
+            fix="leave it out, and it stays whole on every rank",
+        )
+
+
+def _check(rule: Rule, holder: Holder, tp: int) -> None:
+    require_cuttable(rule, holder.name, holder.kind)
+    size = holder.num_inputs if rule.kind == "row" else holder.num_outputs
+    rule.spans(size, tp, 0, name=holder.name)
+
+
+def whole_by_default(rules: Sequence[Rule], shape: ModelShape) -> str:
+    """A line about matrices that no rule names, which stay whole on every rank; nothing, if there are none to name."""
+    if shape.measured is None:
+        return ""
+    sizes: dict[str, list[int]] = defaultdict(list)
+    for holder in shape.measured.holders:
+        is_matrix = holder.num_params > holder.num_outputs + holder.num_inputs or holder.kind == "linear"
+        if is_matrix and rule_of(rules, holder.name) is None:
+            sizes[pattern_of(holder.name)].append(holder.num_params)
+    total = max(1, shape.num_params)
+    named = sorted(sizes.items(), key=lambda item: -sum(item[1]))
+    named = [(name, s) for name, s in named if sum(s) >= SHARE_WORTH_A_WORD * total]
+    if not named:
+        return ""
+    words = ", ".join(
+        f"`{name}`{f' ({len(s)} of them)' if len(s) > 1 else ''}, {format_count(sum(s))} parameters"
+        for name, s in named[:NUM_NAMED]
+    )
+    more = f" and {len(named) - NUM_NAMED} more" if len(named) > NUM_NAMED else ""
+    return f"tp: no rule covers {words}{more}; they stay whole on every rank"
+
+
+def pattern_of(name: str) -> str:
+    """blocks.3.ffn.up -> blocks.*.ffn.up."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)

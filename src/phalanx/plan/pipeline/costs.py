@@ -1,0 +1,65 @@
+"""Costs of blocks and stages from a model's FLOPs, where nothing has been measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phalanx.core.errors import LayoutError
+from phalanx.job.counts import Flops, block_flops, embedding_flops, head_flops
+from phalanx.job.shape import ModelShape
+from phalanx.plan.pipeline.cut import LayerCosts, Stages
+from phalanx.plan.pipeline.order import Seconds
+from phalanx.plan.pipeline.simulate import StageCosts
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """Forward FLOPs of one sample in each part of a model."""
+
+    embedding: Flops
+    blocks: tuple[Flops, ...]
+    head: Flops
+
+    @property
+    def layer_costs(self) -> LayerCosts:
+        """Forward and backward together, to cut by."""
+        return LayerCosts(_training(self.embedding), tuple(map(_training, self.blocks)), _training(self.head))
+
+
+def model_flops(shape: ModelShape, seq_len: int) -> ModelFlops:
+    """Raises LayoutError for a user's own module, of which only parameters are known."""
+    if not shape.is_known:
+        raise LayoutError(
+            "the blocks of your own model cannot be weighed by FLOPs", fix="say how many blocks each stage has"
+        )
+    blocks = tuple(block_flops(shape, seq_len, layer) for layer in range(shape.num_layers))
+    return ModelFlops(embedding_flops(shape), blocks, head_flops(shape, seq_len))
+
+
+def stage_costs(
+    flops: ModelFlops, stages: Stages, *, samples: int, flops_per_s: Seconds, recompute: bool = False
+) -> tuple[StageCosts, ...]:
+    """Seconds of each stage for a microbatch of `samples` at a given speed.
+
+    A product of weights costs the same again for the gradient of its input and for that of its weights. Attention
+    scores have no weights, and two gradients of inputs. `recompute`: the forward of the blocks is done again before
+    their backward.
+    """
+    found = []
+    for stage, (begin, end) in enumerate(stages.ranges):
+        blocks = flops.blocks[begin:end]
+        outer = [flops.embedding] if stage == 0 else []
+        outer += [flops.head] if stage == len(stages.num_blocks) - 1 else []
+        parts = [*blocks, *outer]
+        again = sum(part.forward for part in blocks) if recompute else 0
+        amounts = (
+            sum(part.forward for part in parts),
+            sum(part.matmul + 2 * part.attention for part in parts) + again,
+            sum(part.matmul for part in parts),
+        )
+        found.append(StageCosts(*(amount * samples / flops_per_s for amount in amounts)))
+    return tuple(found)
+
+
+def _training(flops: Flops) -> int:
+    return 3 * flops.forward

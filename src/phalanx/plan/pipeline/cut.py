@@ -1,0 +1,161 @@
+"""Which blocks a stage has: cut so that the slowest stage is as fast as it can be, or as the user says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate
+from typing import Any
+
+from phalanx.core.errors import LayoutError
+from phalanx.plan.pipeline.order import Seconds
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """What each part of a model costs, in any one unit. The first stage has the embedding too, the last the head."""
+
+    embedding: Seconds
+    blocks: tuple[Seconds, ...]
+    head: Seconds
+
+    def of_stages(self, stages: Stages) -> tuple[Seconds, ...]:
+        found = [sum(self.blocks[begin:end]) for begin, end in stages.ranges]
+        found[0] += self.embedding
+        found[-1] += self.head
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """How many blocks each stage has, from first to last."""
+
+    num_blocks: tuple[int, ...]
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """(first block, one past the last) of each stage."""
+        ends = tuple(accumulate(self.num_blocks))
+        return tuple(zip((0, *ends[:-1]), ends, strict=True))
+
+    def stage_of(self, block: int) -> int:
+        return next(stage for stage, (begin, end) in enumerate(self.ranges) if begin <= block < end)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"num_blocks": list(self.num_blocks)}
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> Stages:
+        return cls(tuple(body["num_blocks"]))
+
+
+def cut(costs: LayerCosts, num_stages: int) -> Stages:
+    """The cut whose costliest stage is cheapest; of several such, the most even one (least sum of squares).
+
+    Stages are runs of neighbouring blocks, at least one each; only the first and the last may have none, if embedding
+    or head alone is their work. Where that leaves a choice, earlier stages have fewer blocks, since they hold more
+    microbatches. Raises LayoutError for more stages than there is work for.
+    """
+    num_blocks = len(costs.blocks)
+    most = num_blocks + (costs.embedding > 0) + (costs.head > 0)
+    if num_stages < 1 or num_stages > most:
+        nearest = most if num_stages > 0 else 1
+        raise LayoutError(f"{num_blocks} blocks cannot be cut into {num_stages} stages", fix=f"nearest: {nearest}")
+    work = _Work.of(costs, num_stages)
+    largest, _ = _best(work, lambda cost, rest: max(cost, rest), limit=None)
+    _, num_blocks_of = _best(work, lambda cost, rest: cost**2 + rest, limit=largest)
+    return Stages(num_blocks_of)
+
+
+def check_cut(num_blocks: Sequence[int], num_layers: int, num_stages: int) -> Stages:
+    """Stages as the user wants them. Raises LayoutError if they do not add up, naming the nearest that do."""
+    given = ", ".join(map(str, num_blocks))
+    least = [int(stage not in (0, num_stages - 1)) for stage in range(num_stages)]
+    if sum(least) > num_layers:
+        raise LayoutError(f"{num_layers} blocks cannot be cut into {num_stages} stages", fix=f"nearest: {num_layers}")
+    if len(num_blocks) != num_stages:
+        raise LayoutError(
+            f"blocks are given for {len(num_blocks)} stages ({given}), and there are {num_stages}",
+            fix=f"give {num_stages} numbers, such as {_mended(least, least, num_layers)}",
+        )
+    if empty := [stage for stage, count in enumerate(num_blocks) if count < least[stage]]:
+        raise LayoutError(
+            f"stage {empty[0]} of {given} blocks would have {num_blocks[empty[0]]}",
+            why="only the first and the last stage have work without a block: embedding and head",
+            fix=f"such as {_mended(least, least, num_layers)}",
+        )
+    if sum(num_blocks) != num_layers:
+        raise LayoutError(
+            f"stages of {given} blocks make {sum(num_blocks)}, and the model has {num_layers}",
+            fix=f"nearest: {_mended(num_blocks, least, num_layers)}",
+        )
+    return Stages(tuple(num_blocks))
+
+
+def _mended(num_blocks: Sequence[int], least: Sequence[int], num_layers: int) -> str:
+    """What is missing is given to the smallest stages, what is too much taken from the largest."""
+    mended = list(num_blocks)
+    while (missing := num_layers - sum(mended)) != 0:
+        if missing > 0:
+            mended[mended.index(min(mended))] += 1
+        else:
+            spare = [count if count > low else -1 for count, low in zip(mended, least, strict=True)]
+            mended[spare.index(max(spare))] -= 1
+    return ", ".join(map(str, mended))
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Costs as whole numbers, so that equal stages are equal: sums of floats are not."""
+
+    sums: tuple[int, ...]  # of the blocks before each
+    embedding: int
+    head: int
+    num_stages: int
+
+    @classmethod
+    def of(cls, costs: LayerCosts, num_stages: int) -> _Work:
+        exact = [Fraction(cost) for cost in (costs.embedding, *costs.blocks, costs.head)]
+        scale = math.lcm(*(cost.denominator for cost in exact))
+        embedding, *blocks, head = (int(cost * scale) for cost in exact)
+        return cls((0, *accumulate(blocks)), embedding, head, num_stages)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.sums) - 1
+
+    def cost(self, stage: int, begin: int, end: int) -> int:
+        found = self.sums[end] - self.sums[begin]
+        found += self.embedding if stage == 0 else 0
+        return found + (self.head if stage == self.num_stages - 1 else 0)
+
+    def ends(self, stage: int, begin: int) -> range:
+        """Where a stage that begins at block `begin` may end, so that it and those after it have work."""
+        after = self.num_stages - 1 - stage
+        may_be_empty = (stage == 0 and self.embedding > 0) or (after == 0 and self.head > 0)
+        first = begin + (not may_be_empty)
+        if after == 0:
+            return range(max(first, self.num_blocks), self.num_blocks + 1)
+        return range(first, self.num_blocks - (after - (self.head > 0)) + 1)
+
+
+def _best(work: _Work, join: Callable[[int, int], int], limit: int | None) -> tuple[int, tuple[int, ...]]:
+    """The least value of `join(cost of a stage, value of those after it)`, and the blocks of each stage that has it.
+
+    Dynamic programming from the last stage to the first; no stage costs more than `limit`.
+    """
+    after: dict[int, tuple[int, tuple[int, ...]]] = {work.num_blocks: (0, ())}  # by where a stage begins
+    for stage in reversed(range(work.num_stages)):
+        here: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for begin in range(work.num_blocks + 1) if stage else (0,):
+            for end in work.ends(stage, begin):
+                cost = work.cost(stage, begin, end)
+                if end not in after or (limit is not None and cost > limit):
+                    continue
+                value = join(cost, after[end][0])
+                if begin not in here or value < here[begin][0]:
+                    here[begin] = value, (end - begin, *after[end][1])
+        after = here
+    return after[0]

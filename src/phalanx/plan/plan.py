@@ -1,0 +1,135 @@
+"""Plan: what follows from a job on a cluster, and the candidates it was chosen from, as data. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from phalanx.core.digest import digest
+from phalanx.job.schema import Job
+from phalanx.job.shape import ModelShape
+from phalanx.plan.data_parallel import DataParallel
+from phalanx.plan.layout import Layout
+from phalanx.plan.segments import Segment
+from phalanx.plan.warnings import EarlyWarning
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One layout that was weighed. `predicted_bytes` by category, on top of the runtime."""
+
+    name: str  # ddp, zero1, zero2, zero3, or one (a single rank)
+    zero_stage: int
+    layout: Layout
+    predicted_bytes: dict[str, int]
+    fits: bool
+    chosen: bool = False
+    why: str = ""
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.predicted_bytes.values())
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"layout": self.layout.to_json(), "total_bytes": self.total_bytes}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What follows from a job on a cluster. Frozen; `to_json` and `from_json` are inverses."""
+
+    job_digest: str
+    layout: Layout
+    device: str
+    precision: str
+    recompute: str
+    compile: bool
+    zero_stage: int
+    bucket_mb: float
+    sync_batchnorm: bool
+    dropout: str
+    seed: int
+    sequence_parallel: bool | None
+    tp_chunks: int
+    rules: dict[str, str]
+    global_batch_size: int
+    micro_batch_size: int
+    num_microbatches: int
+    seq_len: int
+    peak_lr: float
+    vocab_size: int
+    num_params: int
+    flops_per_token: float | None
+    capacity_bytes: int
+    data_parallel: DataParallel = field(default_factory=DataParallel)
+    alternatives: tuple[Candidate, ...] = ()
+    reasons: tuple[str, ...] = ()
+    warnings: tuple[EarlyWarning, ...] = ()
+    shape: dict[str, Any] = field(default_factory=dict)
+    compress: str = "none"
+    compress_rank: int = 0
+    compress_fraction: float = 0.0
+    loss_scale: float | None = None
+    """Of fp16: what the loss is multiplied by at first; None: nothing is scaled."""
+    loss_scale_growth_steps: int = 0
+    """0: the scale is fixed."""
+    recompute_every: int = 1
+    recompute_segments: tuple[Segment, ...] = ()
+    offload_activations: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return self.layout.world_size
+
+    @property
+    def targets_per_rank(self) -> int:
+        """Targets of one rank in one step when none is masked: tokens, or the labels of images."""
+        per_sample = 1 if self.model_shape.reads_images else self.seq_len
+        return self.num_microbatches * self.micro_batch_size * per_sample
+
+    @property
+    def model_shape(self) -> ModelShape:
+        """What the plan knows of the model."""
+        return ModelShape.from_json(self.shape)
+
+    @property
+    def chosen(self) -> Candidate:
+        return next(candidate for candidate in self.alternatives if candidate.chosen)
+
+    def to_json(self) -> dict[str, Any]:
+        body = asdict(self) | {"layout": self.layout.to_json(), "world_size": self.world_size}
+        body["alternatives"] = [candidate.to_json() for candidate in self.alternatives]
+        body["reasons"] = list(self.reasons)
+        body["warnings"] = [asdict(warning) for warning in self.warnings]
+        body["recompute_segments"] = [segment.to_json() for segment in self.recompute_segments]
+        chosen = self.chosen
+        body["memory"] = {
+            "predicted_bytes": chosen.predicted_bytes,
+            "total_bytes": chosen.total_bytes,
+            "capacity_bytes": self.capacity_bytes,
+            "fits": chosen.fits,
+        }
+        return body
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> Plan:
+        values = {name: body[name] for name in cls.__dataclass_fields__ if name in body}  # older plans say less
+        values["layout"] = Layout.from_json(body["layout"])
+        values["data_parallel"] = DataParallel.from_json(body["data_parallel"])
+        fields = Candidate.__dataclass_fields__
+        values["alternatives"] = tuple(
+            Candidate(**{k: v for k, v in c.items() if k in fields} | {"layout": Layout.from_json(c["layout"])})
+            for c in body["alternatives"]
+        )
+        values["reasons"] = tuple(body["reasons"])
+        values["warnings"] = tuple(EarlyWarning(**warning) for warning in body["warnings"])
+        values["recompute_segments"] = tuple(map(Segment.from_json, body.get("recompute_segments", ())))
+        return cls(**values)
+
+
+def job_digest(job: Job) -> str:
+    """What a run is known by: the job, wherever it runs."""
+    body = job.to_json()
+    del body["run"]["dir"]
+    return digest(body)

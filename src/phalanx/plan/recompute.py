@@ -1,0 +1,110 @@
+"""What is recomputed, chosen by memory: the fewest blocks that make activations fit, and why. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from phalanx.core.errors import LayoutError
+from phalanx.core.units import format_bytes
+from phalanx.job.schema import Job
+from phalanx.job.shape import ModelShape
+from phalanx.plan.memory import Workload, activation_bytes, of_one_rank
+from phalanx.plan.segments import Segment, mixed, segments_of
+
+
+def with_recompute(job: Job, shape: ModelShape, work: Workload, reasons: list[str]) -> Workload:
+    """`work` with the blocks that are recomputed; adds what must be said of them to `reasons`.
+
+    Raises LayoutError for a budget that nothing keeps to, or of a module whose activations nobody can predict.
+    """
+    mode, shape = job.train.recompute, of_one_rank(shape, work.tp)
+    if mode != "budget":
+        every = job.train.recompute_every or 1
+        work = replace(work, segments=segments_of(mode, shape.num_layers, every) if shape.num_layers else ())
+    elif shape.is_known:
+        budget = round((job.train.recompute_budget_gib or 0) * 2**30)
+        work = replace(work, segments=_within(budget, shape, work))
+    else:
+        raise LayoutError(
+            "train.recompute=budget needs activations that can be predicted, and those of your own module cannot",
+            fix="set train.recompute to selective, full, every-k or sqrt",
+        )
+    reasons += _said(job, shape, work)
+    return work
+
+
+def _within(budget_bytes: int, shape: ModelShape, work: Workload) -> tuple[Segment, ...]:
+    """The first of `_from_cheap_to_dear` whose activations fit."""
+    least: tuple[Segment, ...] = ()
+    for least in _from_cheap_to_dear(shape.num_layers):
+        if activation_bytes(shape, replace(work, segments=least)) <= budget_bytes:
+            return least
+    needed = activation_bytes(shape, replace(work, segments=least))
+    raise LayoutError(
+        f"with every block recomputed activations take {format_bytes(needed)} per rank, and "
+        f"train.recompute_budget_gib allows {format_bytes(budget_bytes)}",
+        fix=f"allow {_rounded_up(needed / 2**30)} GiB"
+        + (" or use a smaller train.micro_batch_size" * (work.micro_batch_size > 1)),
+    )
+
+
+def _rounded_up(value: float) -> str:
+    """In three digits, and enough."""
+    digits = 2 - math.floor(math.log10(value))
+    return f"{math.ceil(value * 10**digits) / 10**digits:.{max(0, digits)}f}"
+
+
+def _from_cheap_to_dear(num_blocks: int) -> Iterator[tuple[Segment, ...]]:
+    """More and more blocks selectively, which costs little; then more and more of them in full."""
+    for num_selective in range(num_blocks + 1):
+        yield mixed(num_blocks, num_selective, 0)
+    for num_full in range(1, num_blocks + 1):
+        yield mixed(num_blocks, num_blocks, num_full)
+
+
+def _said(job: Job, shape: ModelShape, work: Workload) -> list[str]:
+    """What is recomputed, where the job's own word does not say it."""
+    segments, mode = work.segments or (), job.train.recompute
+    if mode in ("none", "full"):
+        return []
+    if not shape.is_known:
+        return [f"recompute: {described(segments, shape.num_layers)}"]
+    size = format_bytes(activation_bytes(shape, work))
+    if mode == "budget":
+        asked = format_bytes((job.train.recompute_budget_gib or 0) * 2**30)
+        return [f"recompute: {described(segments, shape.num_layers)}, activations {size} of the {asked} asked"]
+    return [f"recompute: {described(segments, shape.num_layers)}, activations {size}"]
+
+
+def described(segments: Sequence[Segment], num_blocks: int) -> str:
+    """5 of 12 blocks selectively."""
+    if not segments:
+        return f"none of {num_blocks} blocks"
+    longest = max(segment.num_blocks for segment in segments)
+    if longest > 1:
+        return f"{num_blocks} blocks in {len(segments)} segments of {longest} at most"
+    count = Counter(segment.mode for segment in segments)
+    words = [
+        f"{count[mode]} {word}" for mode, word in (("selective", "selectively"), ("full", "in full")) if count[mode]
+    ]
+    if len(words) == 1:
+        number, word = words[0].split(" ", 1)
+        return f"{number} of {num_blocks} blocks {word}"
+    return f"{len(segments)} of {num_blocks} blocks, {' and '.join(words)}"
+
+
+def proposed(shape: ModelShape, work: Workload, fits: Callable[[Workload], bool]) -> str:
+    """The cheapest mode that would make the plan fit, as a fix; "" if none does, or nobody can say."""
+    if not shape.is_known:
+        return ""
+    shape = of_one_rank(shape, work.tp)
+    now = activation_bytes(shape, work)
+    for mode in ("selective", "full"):
+        other = replace(work, segments=segments_of(mode, shape.num_layers))
+        then = activation_bytes(shape, other)
+        if then < now and fits(other):
+            return f"set train.recompute={mode} (activations {format_bytes(then)} instead of {format_bytes(now)})"
+    return ""

@@ -1,0 +1,235 @@
+"""Sharding rules: how tensor parallelism cuts the modules of a model, as data. Torch-free.
+
+A rule is a line of text for the modules whose name matches a pattern (`blocks.*.attention.q`, a `*` is one name):
+
+    column [heads=8] [parts=2] [gather]   a matrix is cut by what it puts out
+    row [heads=8]                         ... by what it takes in; what ranks put out is added up
+    vocab                                 an embedding, or a head, is cut by tokens
+    region [argument] [divide=a,b]        between here and the rows inside, ranks work on parts of the same tokens
+    sequence                              of what it puts out, a rank keeps its part of the sequence
+    partial [divide=a,b]                  its parameters see a part on each rank: their gradients are added up
+    replicate [divide=a,b]                whole on every rank
+
+`heads=8` cuts between heads. `heads=8+2/8+2/8` is a fused matrix: 8 query heads, then 2 key and 2 value heads that
+serve those 8; where there are more ranks than key heads, several hold the same one. `parts=2` is a fused matrix without
+heads (gate and up). `divide=` names integer attributes of the module that count heads or features, to be one rank's;
+`divide=size/2` one that counts the features of 2 heads, `divide=core.heads` one of a module inside.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from phalanx.core.errors import LayoutError, did_you_mean
+from phalanx.job.shape import ModelShape
+
+Kind = Literal["column", "row", "vocab", "region", "sequence", "partial", "replicate"]
+KINDS: tuple[str, ...] = get_args(Kind)
+CUTS = ("column", "row", "vocab")
+_OPTIONS = {
+    "column": ("heads", "parts", "gather"),
+    "row": ("heads",),
+    "region": ("divide",),
+    "partial": ("divide",),
+    "replicate": ("divide",),
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the matrices that a fused one holds. `heads` serve `queries` query heads; 0 heads: plain features."""
+
+    heads: int = 0
+    queries: int = 0
+
+
+@dataclass(frozen=True)
+class Span:
+    """What one rank holds of a dimension: elements [start, start + size) of the whole.
+
+    `copies` ranks hold them alike, and this is number `copy` of those.
+    """
+
+    start: int
+    size: int
+    copy: int = 0
+    copies: int = 1
+
+
+@dataclass(frozen=True)
+class Count:
+    """An integer attribute of a module, which counts heads, or features: those of `heads` heads, if that is not 0."""
+
+    attribute: str
+    heads: int = 0
+
+    def share(self, value: int, tp: int) -> int | None:
+        """What it is on one rank; None where tp does not divide it."""
+        heads = self.heads or value
+        if value % heads or (heads % tp and tp % heads):
+            return None
+        return value // heads * max(1, heads // tp)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule, read. `text` is what was written."""
+
+    pattern: str
+    text: str
+    kind: Kind
+    parts: tuple[Part, ...] = (Part(),)
+    gather: bool = False
+    divide: tuple[Count, ...] = ()
+    argument: str = ""
+
+    def spans(self, size: int, tp: int, rank: int, *, name: str) -> list[Span]:
+        """What `rank` of `tp` holds of a dimension of `size`. Raises LayoutError where it cannot be cut."""
+        spans, start = [], 0
+        heads = sum(part.heads for part in self.parts)
+        if size % (heads or len(self.parts)):
+            what = f"{heads} heads" if heads else f"{len(self.parts)} parts"
+            raise LayoutError(f"{name} has {size} features, which are not {what}", where=self._where)
+        unit = size // (heads or len(self.parts))
+        for part in self.parts:
+            span = _head_span(part, unit, tp, rank, name) if part.heads else _feature_span(unit, tp, rank, name)
+            spans.append(Span(start + span.start, span.size, span.copy, span.copies))
+            start += unit * (part.heads or 1)
+        return spans
+
+    @property
+    def _where(self) -> str:
+        return f'sharding rule "{self.pattern}" = "{self.text}"'
+
+
+def _head_span(part: Part, unit: int, tp: int, rank: int, name: str) -> Span:
+    if part.heads % tp == 0:
+        mine = part.heads // tp
+        return Span(rank * mine * unit, mine * unit)
+    if part.heads < part.queries and part.queries % tp == 0 and tp % part.heads == 0:
+        copies = tp // part.heads
+        return Span(rank // copies * unit, unit, rank % copies, copies)
+    raise LayoutError(
+        f"tp {tp} does not divide the {part.heads} heads of {name}",
+        fix=f"nearest: {_nearest(tp, legal_degrees(part.queries or part.heads, part.heads))}",
+    )
+
+
+def _feature_span(width: int, tp: int, rank: int, name: str) -> Span:
+    """As even as it goes: no two ranks differ by more than one."""
+    if width < tp:
+        raise LayoutError(f"{name} has {width} features, too few for tp {tp}")
+    start = width * rank // tp
+    return Span(start, width * (rank + 1) // tp - start)
+
+
+def legal_degrees(num_heads: int, num_kv_heads: int) -> list[int]:
+    """The degrees of tp that attention with so many heads can have, in ascending order."""
+    degrees = [tp for tp in range(1, num_heads + 1) if num_heads % tp == 0]
+    return [tp for tp in degrees if num_kv_heads % tp == 0 or tp % num_kv_heads == 0]
+
+
+def _nearest(wanted: int, legal: list[int]) -> str:
+    below, above = [d for d in legal if d < wanted][-1:], [d for d in legal if d > wanted][:1]
+    return " or ".join(map(str, below + above))
+
+
+def parse_rules(texts: Mapping[str, str]) -> tuple[Rule, ...]:
+    """Rules in the order they are written. Raises LayoutError for one that cannot be read."""
+    return tuple(_parse(pattern, text) for pattern, text in texts.items())
+
+
+def _parse(pattern: str, text: str) -> Rule:
+    where = f'sharding rule "{pattern}" = "{text}"'
+    words = text.split()
+    if not words or words[0] not in KINDS:
+        raise LayoutError(
+            f"{words[0]!r} is no kind of rule" if words else "it is empty",
+            where=where,
+            fix=(did_you_mean(words[0], KINDS) if words else "") or f"one of {', '.join(KINDS)}",
+        )
+    kind: Kind = words[0]  # type: ignore[assignment]
+    values: dict[str, str] = {}
+    for word in words[1:]:
+        key, _, value = word.partition("=")
+        if kind == "region" and "=" not in word:
+            values["argument"] = word
+            continue
+        if key not in _OPTIONS.get(kind, ()) or (key == "gather") == bool(value):
+            known = ", ".join(_OPTIONS.get(kind, ())) or "nothing"
+            raise LayoutError(f"{word!r} says nothing of a {kind}", where=where, fix=f"it takes {known}")
+        values[key] = value
+    try:
+        parts, divide = _parts(values), _counts(values.get("divide", ""))
+    except ValueError:
+        raise LayoutError(
+            "its numbers cannot be read",
+            where=where,
+            fix="as heads=8, heads=8+2/8+2/8, parts=2, divide=num_heads,size/2",
+        ) from None
+    return Rule(pattern, text, kind, parts, "gather" in values, divide, values.get("argument", ""))
+
+
+def _parts(values: Mapping[str, str]) -> tuple[Part, ...]:
+    if "heads" in values:
+        found = []
+        for word in values["heads"].split("+"):
+            heads, _, queries = word.partition("/")
+            found.append(Part(int(heads), int(queries or heads)))
+        if min(min(part.heads, part.queries) for part in found) < 1:
+            raise ValueError(values["heads"])
+        return tuple(found)
+    count = int(values.get("parts", "1"))
+    if count < 1:
+        raise ValueError(count)
+    return (Part(),) * count
+
+
+def _counts(text: str) -> tuple[Count, ...]:
+    found = []
+    for word in filter(None, text.split(",")):
+        attribute, slash, heads = word.partition("/")
+        if slash and int(heads) < 1:
+            raise ValueError(word)
+        found.append(Count(attribute, int(heads or 0)))
+    return tuple(found)
+
+
+def matches(pattern: str, name: str) -> bool:
+    """A `*` stands for one part of a dotted name, or a piece of it."""
+    return pattern.count(".") == name.count(".") and fnmatch.fnmatchcase(name, pattern)
+
+
+def rule_of(rules: Iterable[Rule], name: str) -> Rule | None:
+    """The first that matches a module's name."""
+    return next((rule for rule in rules if matches(rule.pattern, name)), None)
+
+
+def rules_of(shape: ModelShape) -> dict[str, str]:
+    """The rules of a built-in model."""
+    heads, keys = shape.num_heads, f"{shape.num_kv_heads}/{shape.num_heads}"
+    rules = {
+        "blocks.*.attention": "region",
+        "blocks.*.attention.q": f"column heads={heads}",
+        "blocks.*.attention.k": f"column heads={keys}",
+        "blocks.*.attention.v": f"column heads={keys}",
+        "blocks.*.attention.o": f"row heads={heads}",
+        "blocks.*.ffn": "region",
+        "blocks.*.ffn.up": "column",
+        "blocks.*.ffn.down": "row",
+    }
+    if shape.qk_norm:
+        rules |= {"blocks.*.attention.q_norm": "partial", "blocks.*.attention.k_norm": "partial"}
+    if shape.is_gated:
+        rules["blocks.*.ffn.gate"] = "column"
+    if shape.reads_images:
+        return rules
+    rules["embed"] = "vocab"
+    if shape.positions == "learned":
+        rules["embed_positions"] = "sequence"
+    if not shape.tie_embeddings:
+        rules["head"] = "vocab"
+    return rules

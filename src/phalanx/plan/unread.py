@@ -1,0 +1,31 @@
+"""Keys of a job that the chosen layout does not read, and which nobody who wrote them would miss in silence."""
+
+from __future__ import annotations
+
+from phalanx.job.schema import Job, Parallel
+from phalanx.plan.plan import Candidate
+
+SHARDED_KEYS = ("accumulate", "blocks_per_unit", "keep_whole_below", "prefetch")  # ZeRO 2 and 3
+DDP_KEYS = ("static_graph",)
+
+
+def without_effect(job: Job, chosen: Candidate) -> list[str]:
+    """A line for the keys that were set for another layout than `chosen`, one for those that compile rules out."""
+    stage = chosen.zero_stage
+    is_ddp = stage == 0 and chosen.layout.dp_replicate > 1
+    layout = "one rank" if chosen.name == "one" else {"tp": "tp alone"}.get(chosen.name, chosen.name)
+    unread = [*(SHARDED_KEYS if stage < 2 else ()), *(() if is_ddp else DDP_KEYS)]
+    lines = [line for line in (_line(job, unread, f"under {layout}"),) if line]
+    if chosen.layout.tp == 1:
+        lines += [line for line in (_line(job, ("rules",), "without parallel.tp"),) if line]
+    elif job.train.compile:
+        lines += [line for line in (_line(job, ("tp_chunks",), "under train.compile"),) if line]
+    return lines
+
+
+def _line(job: Job, keys: tuple[str, ...] | list[str], where: str) -> str:
+    fields = Parallel.model_fields
+    found = [key for key in keys if getattr(job.parallel, key) != fields[key].get_default(call_default_factory=True)]
+    if not found:
+        return ""
+    return f"{', '.join(f'parallel.{key}' for key in found)} {'has' if len(found) == 1 else 'have'} no effect {where}"

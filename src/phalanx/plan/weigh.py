@@ -1,0 +1,81 @@
+"""The layouts that a job could have on its ranks, each with the memory it takes and why it lost. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from phalanx.core.units import format_bytes
+from phalanx.job.schema import Job
+from phalanx.job.shape import ModelShape
+from phalanx.plan.cluster import Cluster
+from phalanx.plan.layout import Layout
+from phalanx.plan.memory import Workload, rank_memory
+from phalanx.plan.plan import Candidate
+
+HEADROOM = 0.94  # part of a rank's memory a plan may fill
+RUNTIME_BYTES = 450 * 2**20  # interpreter and torch of one CPU rank
+
+
+def capacity_of(job: Job, cluster: Cluster, num_ranks: int) -> int:
+    """Bytes a rank may fill beyond its runtime."""
+    whole = cluster.memory_per_rank(num_ranks)
+    if job.cluster.memory_gib is not None:
+        whole = round(job.cluster.memory_gib * 2**30)
+    return max(0, round(whole * HEADROOM) - RUNTIME_BYTES)
+
+
+@dataclass(frozen=True)
+class Weighing:
+    """What every layout is weighed by: a model, a rank's work, and ranks that may fill so much memory each."""
+
+    shape: ModelShape
+    work: Workload
+    num_ranks: int
+    capacity_bytes: int
+    device: str
+
+    def memory(self, zero_stage: int, shards: int) -> dict[str, int]:
+        """Bytes of one rank by category."""
+        return rank_memory(self.shape, self.work, zero_stage, shards, self.device, self.num_ranks)
+
+    def has_room_for(self, memory: dict[str, int]) -> bool:
+        return sum(memory.values()) <= self.capacity_bytes
+
+    def candidate(self, name: str, zero_stage: int, layout: Layout) -> Candidate:
+        memory = self.memory(zero_stage, layout.dp_shard)
+        return Candidate(name, zero_stage, layout, memory, self.has_room_for(memory))
+
+
+def candidates_of(job: Job, weighing: Weighing) -> list[Candidate]:
+    """From the simplest to the one that shards most."""
+    tp = weighing.work.tp
+    shares = weighing.num_ranks // tp
+    if shares == 1:
+        return [weighing.candidate("one" if tp == 1 else "tp", 0, Layout(tp=tp))]
+    shard = job.parallel.dp_shard or shares // (job.parallel.dp_replicate or 1)
+    if shard == 1:
+        shard = shares
+    candidates = []
+    for name, stage in (("ddp", 0), ("zero1", 1), ("zero2", 2), ("zero3", 3)):
+        split = 1 if stage == 0 else shard
+        layout = Layout(dp_replicate=shares // split, dp_shard=split, tp=tp)
+        candidates.append(weighing.candidate(name, stage, layout))
+    return candidates
+
+
+def explained(candidate: Candidate, chosen: Candidate, capacity_bytes: int, reason: str) -> Candidate:
+    """The candidate with the reason why it was chosen, which is `reason`, or why it was not."""
+    if candidate is chosen:
+        return replace(candidate, chosen=True, why=reason)
+    if not candidate.fits:
+        short = candidate.total_bytes - capacity_bytes
+        return replace(candidate, why=f"does not fit: {format_bytes(short)} too much")
+    if candidate.zero_stage > chosen.zero_stage:
+        saved = chosen.total_bytes - candidate.total_bytes
+        return replace(
+            candidate,
+            why=f"saves {format_bytes(max(0, saved))} that are not needed, for more communication"
+            if saved > 0
+            else "no smaller here, for more communication",
+        )
+    return replace(candidate, why="the job asks for another")

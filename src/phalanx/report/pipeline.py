@@ -1,0 +1,183 @@
+"""A pipeline's step as a picture: a row per rank, what it does when, and where it waits; planned above measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from phalanx.plan.pipeline.held import in_flight
+from phalanx.plan.pipeline.schedule import KIND_NAMES, Action, Kind
+from phalanx.plan.pipeline.simulate import Timeline
+from phalanx.report import words
+from phalanx.report.charts import legend
+from phalanx.report.markup import Html, table, tag
+from phalanx.report.scales import linear_ticks, tick_texts
+
+MAX_RANKS = 16
+MAX_NAMED = 1500  # actions with a text to hover over: more would make the page megabytes longer
+MAX_BOXES = 600  # of one rank: two pixels each
+MAX_COLUMNS = 150  # where there are more than that
+MIN_LABEL_SHARE = 0.011  # of the step: narrower boxes have no room for a number
+
+_WIDTH, _HEIGHT = 10_000, 100  # of the SVG's own coordinates
+_CLASS: dict[Kind, str] = {"F": "pf", "B": "pb", "I": "pi", "W": "pw"}
+_UNITS = ((1.0, "seconds"), (1e3, "milliseconds"), (1e6, "microseconds"))
+
+
+@dataclass(frozen=True)
+class _Box:
+    """An action on the chart, from `left` to `right` of 0 to 1. `late`: of a rank's second or later stage."""
+
+    action: Action
+    left: float
+    right: float
+    late: bool
+
+
+def timeline_chart(timeline: Timeline, measured: Timeline | None = None, title: str = "Pipeline") -> Html:
+    """The figure. `measured` has the same ranks and stands under the plan, on the same scale of time."""
+    lanes = {"planned": timeline} | ({"measured": measured} if measured is not None else {})
+    whole_s = max(float(lane.step_s) for lane in lanes.values())
+    if not whole_s > 0:
+        return tag("figure", tag("figcaption", tag("h3", title)), tag("p", "Not measured.", class_="note"))
+    ranks = _chosen(timeline.schedule.num_ranks)
+    rows: list[Html] = []
+    for rank in ranks:
+        for name, lane in lanes.items():
+            rows += _row(name if measured is not None else "", lane, rank, whole_s)
+    kinds = {action.kind for lane in lanes.values() for row in lane.schedule.actions for action in row}
+    classes = {text: _CLASS[kind] for kind, text in KIND_NAMES.items() if kind in kinds} | {"idle": "pidle"}
+    unit, axis = _axis(whole_s)
+    return tag(
+        "figure",
+        tag("figcaption", tag("h3", title), legend(list(classes), classes)),
+        tag("div", rows, tag("span"), axis, tag("span"), class_="lanes"),
+        tag("div", f"{unit} from the start of the step", class_="xlabel"),
+        tag("p", _note(lanes, ranks), class_="note"),
+        tag("details", tag("summary", "Data table"), _table(lanes)),
+        class_="chart",
+    )
+
+
+def _chosen(num_ranks: int) -> list[int]:
+    """All, or the first and the last."""
+    half = MAX_RANKS // 2
+    return list(range(num_ranks)) if num_ranks <= MAX_RANKS else [*range(half), *range(num_ranks - half, num_ranks)]
+
+
+def _row(name: str, timeline: Timeline, rank: int, whole_s: float) -> list[Html]:
+    """Name, lane and idle share of one rank. A rank's second row, the measured one, does not say the rank again."""
+    boxes = list(_boxes(timeline, rank, whole_s))
+    paths = _rectangles(boxes) if len(boxes) <= MAX_BOXES else _columns(boxes)
+    drawn = [tag("path", d=d, class_=css_class) for css_class, d in paths.items()]
+    size = f"0 0 {_WIDTH} {_HEIGHT}"
+    svg = tag("svg", drawn, viewBox=size, preserveAspectRatio="none", aria_hidden="true", focusable="false")
+    labels = [_label(box, whole_s) for box in boxes] if _is_named(timeline) else []
+    idle = words.percent(float(timeline.bubble_of(rank)), 1.0)
+    said = f"rank {rank}{', ' + name if name else ''}: idle {idle}"
+    first = name != "measured"
+    return [
+        tag("span", f"rank {rank}" if first else "", tag("small", name) if name else None, class_="lanename"),
+        tag("div", svg, labels, class_="lane" if first else "lane second", role="img", aria_label=said),
+        tag("span", f"{idle} idle", class_="laneidle"),
+    ]
+
+
+def _is_named(timeline: Timeline) -> bool:
+    return sum(map(len, timeline.spans_s)) <= MAX_NAMED
+
+
+def _boxes(timeline: Timeline, rank: int, whole_s: float) -> Iterator[_Box]:
+    stages = timeline.schedule.stages_of(rank)
+    for action, (begin, end) in zip(timeline.schedule.actions[rank], timeline.spans_s[rank], strict=True):
+        yield _Box(action, float(begin) / whole_s, float(end) / whole_s, action.stage != stages[0])
+
+
+def _class_of(box: _Box) -> str:
+    return _CLASS[box.action.kind] + (" late" if box.late else "")
+
+
+def _rectangles(boxes: list[_Box]) -> dict[str, str]:
+    """One path for each colour."""
+    paths: dict[str, str] = {}
+    for box in boxes:
+        rectangle = f"M{box.left * _WIDTH:.0f} 0H{box.right * _WIDTH:.0f}V{_HEIGHT}H{box.left * _WIDTH:.0f}Z"
+        paths[_class_of(box)] = paths.get(_class_of(box), "") + rectangle
+    return paths
+
+
+def _columns(boxes: list[_Box]) -> dict[str, str]:
+    """Too many boxes to see: columns, in which each colour is as high as its share of that time."""
+    shares: dict[str, list[float]] = {}
+    for box in boxes:
+        column = shares.setdefault(_class_of(box), [0.0] * MAX_COLUMNS)
+        for index in range(int(box.left * MAX_COLUMNS), min(MAX_COLUMNS, int(box.right * MAX_COLUMNS) + 1)):
+            covered = min(box.right * MAX_COLUMNS, index + 1) - max(box.left * MAX_COLUMNS, index)
+            column[index] += max(0.0, covered)
+    paths = dict.fromkeys(shares, "")
+    floor = [0.0] * MAX_COLUMNS
+    for css_class, column in shares.items():
+        for index, share in enumerate(column):
+            low, high = _HEIGHT * (1 - floor[index]), _HEIGHT * (1 - min(1.0, floor[index] + share))
+            left, right = index * _WIDTH // MAX_COLUMNS, (index + 1) * _WIDTH // MAX_COLUMNS
+            if low - high > 0.5:
+                paths[css_class] += f"M{left} {low:.0f}V{high:.0f}H{right}V{low:.0f}Z"
+            floor[index] += share
+    return paths
+
+
+def _label(box: _Box, whole_s: float) -> Html:
+    """Its microbatch where there is room; everything on hover."""
+    action, width = box.action, box.right - box.left
+    text = str(action.microbatch) if width >= MIN_LABEL_SHARE * max(1.0, len(str(action.microbatch)) / 2) else ""
+    took = words.milliseconds(width * whole_s)
+    hover = f"{action}: {KIND_NAMES[action.kind]} of microbatch {action.microbatch} in stage {action.stage}, {took}"
+    return tag("i", text, style=f"left:{100 * box.left:.3f}%;width:{100 * width:.3f}%", title=hover)
+
+
+def _axis(whole_s: float) -> tuple[str, Html]:
+    """(unit, the ticks under the lanes)."""
+    factor, unit = next((pair for pair in _UNITS if whole_s * pair[0] >= 2), _UNITS[-1])
+    ticks = linear_ticks(0.0, whole_s * factor, 8)
+    marks = [
+        tag("span", text, class_="xtick", style=f"left:{100 * tick / (whole_s * factor):.2f}%")
+        for tick, text in zip(ticks, tick_texts(ticks), strict=True)
+    ]
+    return unit, tag("div", marks, class_="laneaxis")
+
+
+def _note(lanes: dict[str, Timeline], ranks: list[int]) -> str:
+    schedule = lanes["planned"].schedule
+    said = [f"{schedule.name}, {schedule.num_microbatches:,} microbatch{'es' * (schedule.num_microbatches != 1)}."]
+    for name, lane in lanes.items():
+        idle = words.percent(float(lane.bubble), 1.0)
+        said.append(f"{name.capitalize()}: {words.seconds(float(lane.step_s))}, idle {idle}.")
+    if any(len(schedule.stages_of(rank)) > 1 for rank in ranks):
+        said.append("Paler: a rank's later stages.")
+    if all(_is_named(lane) for lane in lanes.values()):
+        said.append("Numbers are microbatches.")
+    if any(len(row) > MAX_BOXES for lane in lanes.values() for row in lane.spans_s):
+        said.append("Colours are as high as their share of the time.")
+    if len(ranks) < schedule.num_ranks:
+        half = MAX_RANKS // 2
+        said.append(f"Ranks {half} to {schedule.num_ranks - half - 1} are left out.")
+    return " ".join(said)
+
+
+def _table(lanes: dict[str, Timeline]) -> Html:
+    schedule = lanes["planned"].schedule
+    held = in_flight(schedule).per_rank
+    rows = []
+    for rank in _chosen(schedule.num_ranks):
+        idle = [words.percent(float(lane.bubble_of(rank)), 1.0) for lane in lanes.values()]
+        busy = [words.milliseconds(float(lane.busy_s(rank))) for lane in lanes.values()]
+        stages = ", ".join(map(str, schedule.stages_of(rank)))
+        rows.append([str(rank), stages, *busy, *idle, str(held[rank])])
+    head = [
+        "rank",
+        "stages",
+        *[f"busy, {n}" for n in lanes],
+        *[f"idle, {n}" for n in lanes],
+        "microbatches held at most",
+    ]
+    return table(head, rows, css_class="num")
