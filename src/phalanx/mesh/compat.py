@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Sequence
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DistributedDataParallel
 
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
@@ -43,3 +48,15 @@ def fsdp_comm_classes() -> tuple[type, type]:
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
     return DefaultAllGather, DefaultReduceScatter
+
+
+def dtensor_of(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], like: torch.Tensor) -> DTensor:
+    """A DTensor of the global shape of `like` around `local`, which is neither copied nor moved to the mesh's device
+    (`DTensor.from_local` would: here it may lie on the host)."""
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(like.shape, like.stride(), like.dtype))
+    return DTensor(local, spec, requires_grad=local.requires_grad)
+
+
+def dtensor_like(like: DTensor, local: torch.Tensor) -> DTensor:
+    """The same parts of another tensor (a gradient, say)."""
+    return dtensor_of(local, like.device_mesh, like.placements, like)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -26,6 +26,17 @@ class Box:
     size: tuple[int, ...]
     replica: int = 0
     num_replicas: int = 1
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which blocks of a full tensor the local one of a tensor-parallel rank is. Local offsets are in that local tensor.
+
+    A block that several of the ranks hold alike says so itself.
+    """
+
+    global_shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
 
 
 @dataclass(frozen=True)
@@ -104,10 +115,52 @@ def shard_of(name: str, tensor: torch.Tensor, *, replica: int, num_replicas: int
     return LogicalShard(name, tuple(tensor.shape), dtype, boxes, local, replica, num_replicas)
 
 
-def module_shards(
-    module: nn.Module, *, replica: int, num_replicas: int
-) -> tuple[dict[str, LogicalShard], dict[str, str]]:
+def within(cut: Cut, shard: LogicalShard) -> LogicalShard:
+    """`shard` says what this rank holds of a local tensor, and `cut` what that is of the full one: both together."""
+    boxes = tuple(box for part in cut.boxes for held in shard.boxes if (box := _composed(part, held)) is not None)
+    return replace(shard, global_shape=cut.global_shape, boxes=boxes)
+
+
+def _composed(part: Box, held: Box) -> Box | None:
+    """The elements that `part` (local -> full) and `held` (stored -> local) have in common (stored -> full)."""
+    spans = list(zip(part.local_offset, part.size, held.global_offset, held.size, strict=True))
+    starts = tuple(max(p, h) for p, _, h, _ in spans)
+    size = tuple(min(p + n, h + m) - start for (p, n, h, m), start in zip(spans, starts, strict=True))
+    if any(length <= 0 for length in size):
+        return None
+    there = tuple(g + s - p for g, s, p in zip(part.global_offset, starts, part.local_offset, strict=True))
+    here = tuple(o + s - h for o, s, h in zip(held.local_offset, starts, held.global_offset, strict=True))
+    return Box(there, here, size, part.replica, part.num_replicas)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands among those that hold the same: `rank` of the `num_ranks` that hold what is not cut at all,
+    of which the `tp` of one tensor-parallel group are neighbours. `cuts` says by full name what those have cut.
+    """
+
+    rank: int = 0
+    num_ranks: int = 1
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    tp_rank: int = 0
+    tp: int = 1
+
+    def shard(self, name: str, tensor: torch.Tensor, *, is_alike: bool = True) -> LogicalShard:
+        """What this rank holds of the full-model tensor `name`. `is_alike` False: only rank 0's counts."""
+        cut = self.cuts.get(name)
+        if cut is not None:
+            others = {"replica": self.rank // self.tp, "num_replicas": self.num_ranks // self.tp}
+            return within(cut, shard_of(name, tensor, **others))
+        shard = shard_of(name, tensor, replica=self.rank, num_replicas=self.num_ranks if is_alike else 1)
+        if not isinstance(tensor, DTensor) or self.tp == 1:
+            return shard
+        replica, num_replicas = shard.replica * self.tp + self.tp_rank, shard.num_replicas * self.tp
+        return replace(shard, replica=replica, num_replicas=num_replicas)
+
+
+def module_shards(module: nn.Module, place: Place | None = None) -> tuple[dict[str, LogicalShard], dict[str, str]]:
     """(shards of parameters and persistent buffers by full name, aliases of tied tensors -> stored name)."""
+    place = place or Place()
     shards: dict[str, LogicalShard] = {}
     aliases: dict[str, str] = {}
     seen: dict[int, str] = {}
@@ -121,8 +174,7 @@ def module_shards(
             continue
         seen[id(tensor)] = name
         # Buffers (running statistics) may differ between ranks; rank 0's are the model's: only replica 0 writes them.
-        copies = num_replicas if isinstance(tensor, nn.Parameter | DTensor) else 1
-        shards[name] = shard_of(name, tensor, replica=replica, num_replicas=copies)
+        shards[name] = place.shard(name, tensor, is_alike=isinstance(tensor, nn.Parameter | DTensor))
     return shards, aliases
 
 

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from phalanx.core.digest import differing_keys, digest
 from phalanx.core.errors import EnvironmentProblem, RanksDifferError
 from phalanx.mesh.compat import quiet_torch
+from phalanx.mesh.malloc import return_large_blocks
 from phalanx.plan.layout import AXES, Layout
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -54,10 +55,23 @@ class Mesh:
     def data_parallel_rank(self) -> int:
         return self.layout.data_parallel_rank(self.rank)
 
+    @property
+    def counts_samples(self) -> bool:
+        """False for a rank that reads the same samples as another one, whose sums are the ones that count."""
+        return all(self.coordinates[axis] == 0 for axis in ("pp", "cp", "tp"))
+
     def submesh(self, *axes: str) -> DeviceMesh:
         """The DeviceMesh of `axes` through this rank. Only for more than one rank."""
         assert self.device_mesh is not None, "one rank has no mesh"
         return self.device_mesh[axes if len(axes) > 1 else axes[0]]
+
+    def data_parallel_group(self) -> dist.ProcessGroup:
+        """The ranks that hold the same part of the model and see different sequences. Only for more than one rank."""
+        if self.layout.dp_shard == 1:
+            return self.submesh("dp_replicate").get_group()
+        if self.layout.dp_replicate == 1:
+            return self.submesh("dp_shard").get_group()
+        return self.submesh("dp_replicate", "dp_shard")._flatten("dp").get_group()
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor` over all ranks, in place."""
@@ -174,6 +188,8 @@ def open_mesh(
     threads_before = torch.get_num_threads()
     if where.type == "cpu":
         torch.set_num_threads(threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)))
+        if layout.dp_shard > 1:
+            return_large_blocks()
     else:
         torch.cuda.set_device(where)
     if world_size == 1 and not dist.is_initialized():

@@ -1,0 +1,117 @@
+"""Random bits by their place: element i of row r under a key is the same on any rank, device and cut of the tensor.
+
+A row's bits are a SplitMix64 sequence (Steele et al. 2014), whose i-th number needs none before it: with all arithmetic
+modulo 2^64, mix the finaliser of SplitMix64 and G = 0x9E3779B97F4A7C15,
+
+    row(r) = mix(key + (r + 1) G)        pair(r, i) = mix(row(r) + (i + 1) G)
+
+and elements 2i and 2i + 1 of the row are the low and the high half of pair(r, i), as signed 32-bit numbers. int64
+wraps around in torch, so plain integer arithmetic gives the same bits on every device.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1))
+_CHUNK = {"cpu": 1 << 16, "other": 1 << 23}
+"""Pairs that are made at once: on CPUs what stays in a core's cache, elsewhere what fills a device (128 MiB)."""
+
+
+def keep_mask(
+    key: int,
+    keep: float,
+    sizes: Sequence[int],
+    *,
+    offsets: Sequence[int] | None = None,
+    global_sizes: Sequence[int] | None = None,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """Which elements of a box of a tensor are kept, each with probability `keep` (to 2^-32): bool of shape `sizes`.
+
+    Dimension 0 are the rows; an element's number in its row counts over the other dimensions of the whole tensor. The
+    box begins at `offsets` of a tensor of `global_sizes` (of dimension 0 it does not matter); without them it is whole.
+    """
+    assert sizes, "there are no rows"
+    offsets = tuple(offsets or (0,) * len(sizes))
+    inner, inside = tuple(sizes[1:]), tuple((global_sizes or sizes)[1:])
+    mask = torch.empty(tuple(sizes), dtype=torch.bool, device=device)
+    if not mask.numel():
+        return mask
+    threshold = 2**31 - round(keep * 2**32)  # kept is what is at least this: 2^31 and more for none
+    if threshold >= 2**31:
+        return mask.zero_()
+    rows = torch.arange(1 + offsets[0], 1 + offsets[0] + sizes[0], dtype=torch.int64, device=device)
+    rows = _mix(rows.mul_(_GOLDEN).add_(_signed(key)))
+    starts, run = _runs(inner, offsets[1:], inside)
+    lines = mask.view(sizes[0], len(starts), run)
+    for odd in (0, 1):  # where in its pair a run begins
+        numbers = [number for number, start in enumerate(starts) if start % 2 == odd]
+        if not numbers:
+            continue
+        pairs = torch.tensor([starts[n] // 2 for n in numbers], dtype=torch.int64, device=device)
+        bases = (rows[:, None] + pairs.mul_(_GOLDEN)).view(-1)
+        if len(numbers) == len(starts):
+            _fill(lines.view(-1, run), bases, odd, threshold)
+        else:
+            part = torch.empty(len(bases), run, dtype=torch.bool, device=device)
+            _fill(part, bases, odd, threshold)
+            lines[:, numbers] = part.view(sizes[0], len(numbers), run)
+    return mask
+
+
+def _runs(sizes: Sequence[int], offsets: Sequence[int], whole: Sequence[int]) -> tuple[list[int], int]:
+    """A box of a row as runs of elements that follow one another: (where each begins, how long all are)."""
+    cut = max((d for d in range(len(sizes)) if sizes[d] != whole[d]), default=0)
+    strides = [math.prod(whole[d + 1 :]) for d in range(len(sizes))]
+    first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    places = itertools.product(*(range(0, sizes[d] * strides[d], strides[d]) for d in range(cut)))
+    return [first + sum(place) for place in places], math.prod(sizes[cut:])
+
+
+def _fill(lines: torch.Tensor, bases: torch.Tensor, odd: int, threshold: int) -> None:
+    """`lines` [N, run]: of each line the elements from `odd` on of the pairs that follow its base."""
+    run = lines.shape[1]
+    num_pairs, chunk = (run + odd + 1) // 2, _CHUNK.get(lines.device.type, _CHUNK["other"])
+    steps = torch.arange(1, min(chunk, num_pairs) + 1, dtype=torch.int64, device=lines.device)
+    steps.mul_(_GOLDEN)
+    scratch = torch.empty(2, min(chunk, len(lines) * num_pairs), dtype=torch.int64, device=lines.device)
+    for first, last, start, stop in _pieces(len(lines), num_pairs, chunk):
+        shape = (last - first, stop - start)
+        bits, spare = (buffer[: math.prod(shape)].view(shape) for buffer in scratch)
+        torch.add(bases[first:last, None], steps[: shape[1]], out=bits)
+        if start:
+            bits.add_(_signed(start * _GOLDEN))
+        _mix(bits, spare)
+        low, high = max(0, 2 * start - odd), min(run, 2 * stop - odd)
+        halves = bits.view(torch.int32)[:, low + odd - 2 * start : high + odd - 2 * start]
+        torch.ge(halves, threshold, out=lines[first:last, low:high])
+
+
+def _pieces(num_lines: int, num_pairs: int, chunk: int) -> Iterator[tuple[int, int, int, int]]:
+    """Blocks of at most `chunk` pairs: (first line, last line, first pair, last pair)."""
+    at_once = max(1, chunk // num_pairs)
+    for first in range(0, num_lines, at_once):
+        for start in range(0, num_pairs, chunk):
+            yield first, min(num_lines, first + at_once), start, min(num_pairs, start + chunk)
+
+
+def _mix(values: torch.Tensor, spare: torch.Tensor | None = None) -> torch.Tensor:
+    """The finaliser of SplitMix64, in place. `spare` is scratch of the same shape."""
+    spare = torch.empty_like(values) if spare is None else spare
+    for shift, factor in _ROUNDS:
+        torch.bitwise_right_shift(values, shift, out=spare)
+        values.bitwise_xor_(spare.bitwise_and_((1 << (64 - shift)) - 1))  # the shift copied the sign
+        if factor != 1:
+            values.mul_(factor)
+    return values
+
+
+def _signed(value: int) -> int:
+    """A number modulo 2^64, as torch's int64 has it."""
+    return (value + 2**63) % 2**64 - 2**63

@@ -1,0 +1,64 @@
+"""What sharding rules can cut of a module: linear layers of torch and of transformers (Conv1D), and embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from phalanx.core.shard_rules import ATTRIBUTE
+from phalanx.job.shape import Holder
+from phalanx.mesh.logical import full_name
+
+
+def is_conv1d(part: nn.Module) -> bool:
+    """transformers' Conv1D, whose weight is [inputs, outputs]."""
+    return type(part).__name__ == "Conv1D" and hasattr(part, "nf")
+
+
+def is_linear(part: nn.Module) -> bool:
+    return isinstance(part, nn.Linear) or is_conv1d(part)
+
+
+def output_dim(part: nn.Module) -> int:
+    """Of the weight of a linear layer."""
+    return 1 if is_conv1d(part) else 0
+
+
+def holders(module: nn.Module) -> Iterator[Holder]:
+    """Every module that holds parameters itself; a tied one counts where it is met first."""
+    seen: set[int] = set()
+    inside = {
+        id(inner) for part in module.modules() if isinstance(part, nn.MultiheadAttention) for inner in part.modules()
+    }
+    for name, part in module.named_modules():
+        own = list(part.parameters(recurse=False))
+        if not own:
+            continue
+        num_params = sum(p.numel() for p in own if id(p) not in seen)
+        seen |= {id(p) for p in own}
+        kind = kind_of(part, is_attention=id(part) in inside)
+        outputs = inputs = 0
+        if is_linear(part):
+            outputs, inputs = part.weight.shape[output_dim(part)], part.weight.shape[1 - output_dim(part)]
+        elif isinstance(part, nn.Embedding):
+            outputs, inputs = part.weight.shape
+        yield Holder(full_name(name), kind, num_params, int(outputs), int(inputs))
+
+
+def kind_of(part: nn.Module, *, is_attention: bool) -> str:
+    """As in `Holder`."""
+    if is_attention:
+        return "attention"
+    if is_linear(part):
+        return "linear"
+    return "embedding" if isinstance(part, nn.Embedding) else type(part).__name__
+
+
+def brought_rules(module: nn.Module) -> dict[str, str]:
+    """What the module and the parts of it say of themselves, an outer one first; names of parts are within the part."""
+    found: dict[str, str] = {}
+    for name, part in module.named_modules():
+        for pattern, text in (getattr(part, ATTRIBUTE, None) or {}).items():
+            found.setdefault(".".join(filter(None, (full_name(name), pattern))), text)
+    return found

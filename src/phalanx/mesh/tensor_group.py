@@ -1,0 +1,218 @@
+"""What the ranks of one tensor-parallel group say to each other, as operations that autograd goes through.
+
+Activations are [B, T, ...]. With `cuts_sequence` (sequence parallelism) what lies between the regions that work on
+parts of the features is cut along T: a region is entered by an all-gather and left by a reduce-scatter, and the
+backward does the opposite. Without it, it is entered as it is and left by an all-reduce, and the backward enters by an
+all-reduce (Shoeybi et al. 2019, Korthikanti et al. 2022).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from phalanx.core.phases import Phases
+
+SEQUENCE = 1  # the dimension that sequence parallelism cuts
+_ops = torch.ops._c10d_functional
+
+
+@dataclass
+class TensorGroup:
+    """The group as one rank sees it. `name` is torch's of the process group.
+
+    `num_tokens`: T of the forward under way, which a cut sequence alone does not say: it is padded to a multiple of
+    the ranks. `counts` and `num_bytes`: collectives this rank took part in by kind, and the bytes of what came of them.
+    """
+
+    name: str
+    rank: int
+    size: int
+    phases: Phases
+    cuts_sequence: bool = False
+    chunks: int = 1
+    num_tokens: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    num_bytes: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def sent_bytes(self) -> float:
+        """What this rank has sent so far by ring algorithms, outside compiled code: of what an all-reduce or an
+        all-gather makes (w - 1) / w twice or once, of a reduce-scatter's part w - 1 times as much."""
+        others, made = self.size - 1, self.num_bytes
+        return (2 * made["all_reduce"] + made["all_gather"]) * others / self.size + made["reduce_scatter"] * others
+
+    # Between autograd and the rest
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """Into a region: all tokens, on every rank."""
+        entered: torch.Tensor = (_Gather if self.cuts_sequence else _Copy).apply(x, self)
+        return entered
+
+    def leave(self, x: torch.Tensor) -> torch.Tensor:
+        """Out of a region: the sum over ranks of what each has made."""
+        left: torch.Tensor = (_Scatter if self.cuts_sequence else _Sum).apply(x, self)
+        return left
+
+    def own_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the sequence of what all ranks hold alike; all of it where it is not cut."""
+        if not self.cuts_sequence:
+            return x
+        padded = self._padded(x)
+        length = padded.shape[SEQUENCE] // self.size
+        return padded.narrow(SEQUENCE, self.rank * length, length)
+
+    def gather_features(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """The last dimension of all ranks, `sizes` long, together. What follows is the same on every rank."""
+        gathered: torch.Tensor = _GatherFeatures.apply(x, self, tuple(sizes))
+        return gathered
+
+    # Collectives: none of these is differentiable
+
+    def all_reduce(self, x: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        with self.timed("all_reduce", "all_reduce activations"):
+            return self.wait(self.start_all_reduce(x, op))
+
+    def start_all_reduce(self, x: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        return self._counted("all_reduce", _ops.all_reduce(x.contiguous(), op, self.name))
+
+    def start_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[ranks * x.shape[0], ...]: what each rank has, one after another."""
+        return self._counted("all_gather", _ops.all_gather_into_tensor(x.contiguous(), self.size, self.name))
+
+    def start_reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """[x.shape[0] / ranks, ...]: this rank's part of the sum."""
+        made = _ops.reduce_scatter_tensor(x.contiguous(), "sum", self.size, self.name)
+        return self._counted("reduce_scatter", made)
+
+    def wait(self, started: torch.Tensor) -> torch.Tensor:
+        done: torch.Tensor = _ops.wait_tensor(started)
+        return done
+
+    def gather_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, T / ranks, ...] of each rank -> [B, T, ...]."""
+        with self.timed("all_gather", "all_gather sequence"):
+            every = self.wait(self.start_gather(x))
+        whole = every.unflatten(0, (self.size, -1)).transpose(0, 1).flatten(1, 2)
+        return whole.narrow(SEQUENCE, 0, self.num_tokens)
+
+    def scatter_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, T, ...] of each rank -> its part [B, T / ranks, ...] of their sum."""
+        parts = self._padded(x).unflatten(SEQUENCE, (self.size, -1)).transpose(0, 1).flatten(0, 1)
+        with self.timed("reduce_scatter", "reduce_scatter sequence"):
+            return self.wait(self.start_reduce_scatter(parts))
+
+    def timed(self, kind: str, words: str) -> AbstractContextManager[None]:
+        return nullcontext() if torch.compiler.is_compiling() else self.phases("collective", words)
+
+    def _padded(self, x: torch.Tensor) -> torch.Tensor:
+        missing = -x.shape[SEQUENCE] % self.size
+        return F.pad(x, (0, 0) * (x.ndim - SEQUENCE - 1) + (0, missing)) if missing else x
+
+    def _counted(self, kind: str, made: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            self.counts[kind] += 1
+            self.num_bytes[kind] += made.numel() * made.element_size()
+        return made
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: TensorGroup) -> torch.Tensor:  # type: ignore[override]
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return ctx.group.all_reduce(grad), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: TensorGroup) -> torch.Tensor:  # type: ignore[override]
+        return group.all_reduce(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: TensorGroup) -> torch.Tensor:  # type: ignore[override]
+        ctx.group = group
+        return group.gather_tokens(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return ctx.group.scatter_tokens(grad), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: TensorGroup) -> torch.Tensor:  # type: ignore[override]
+        ctx.group = group
+        return group.scatter_tokens(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return ctx.group.gather_tokens(grad), None
+
+
+class _GatherFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: torch.Tensor, group: TensorGroup, sizes: tuple[int, ...]
+    ) -> torch.Tensor:
+        ctx.start, ctx.size = sum(sizes[: group.rank]), sizes[group.rank]
+        longest = max(sizes)
+        padded = F.pad(x, (0, longest - x.shape[-1])) if x.shape[-1] < longest else x
+        with group.timed("all_gather", "all_gather features"):
+            every = group.wait(group.start_gather(padded[None])).unflatten(0, (group.size, -1)).squeeze(1)
+        return torch.cat([part[..., :size] for part, size in zip(every, sizes, strict=True)], dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return grad.narrow(-1, ctx.start, ctx.size).contiguous(), None, None
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Which tokens' rows of an embedding or a head this rank holds: [start, start + sizes[rank]) of all."""
+
+    group: TensorGroup
+    sizes: tuple[int, ...]
+
+    @property
+    def start(self) -> int:
+        return sum(self.sizes[: self.group.rank])
+
+    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states as they leave the last block -> of all tokens; their gradient is summed over the ranks."""
+        return self.group.enter(hidden)
+
+    def gather(self, logits: torch.Tensor) -> torch.Tensor:
+        """[..., rows of this rank] -> [..., all]."""
+        return self.group.gather_features(logits, self.sizes)
+
+    def max(self, x: torch.Tensor) -> torch.Tensor:
+        return self.group.all_reduce(x, "max")
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        return self.group.all_reduce(x)
+
+
+class VocabularyLogits(NamedTuple):
+    """Logits [..., rows of this rank], and which those are."""
+
+    logits: torch.Tensor
+    vocabulary: Vocabulary
+
+    def gathered(self) -> torch.Tensor:
+        return self.vocabulary.gather(self.logits)
