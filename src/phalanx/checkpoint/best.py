@@ -10,6 +10,7 @@ import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from phalanx.checkpoint.folder import LocalFolder
 from phalanx.checkpoint.manifest import checkpoint_directory
 from phalanx.core.disk import Disk, write_json_durably
 
@@ -55,9 +56,9 @@ def write_best(
 def read_best(run_dir: Path) -> Best | None:
     """What was kept as the best, or None if nothing was, or its file cannot be read."""
     try:
-        body = json.loads((run_dir / BEST).read_text(encoding="utf-8"))
+        body = json.loads(LocalFolder(run_dir).read(BEST))
         metric, loss = str(body.get("metric", "loss")), float(body["loss"])
         value = float(body.get("value", loss))
         return Best(int(body["step"]), loss, int(body["num_targets"]), str(body["checkpoint"]), metric, value)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, OverflowError, KeyError, TypeError, AttributeError):
         return None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from phalanx.checkpoint.best import read_best
 from phalanx.checkpoint.folder import Folder
-from phalanx.checkpoint.stores import find_checkpoint, is_url, store_of
+from phalanx.checkpoint.stores import find_checkpoint, is_url, run_at, store_of
 from phalanx.core.errors import CheckpointError
 
 
@@ -17,6 +17,7 @@ def choose_checkpoint(place: str | Path, *, best: bool = False) -> Folder:
     """
     if not best:
         return find_checkpoint(place)
+    place = run_at(place)
     kept = None if is_url(place) else read_best(Path(place))
     if kept is None:
         fix = "train with eval.keep_best=true"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -79,7 +81,8 @@ class LocalFolder:
         return str(self.path / name)
 
     def read(self, name: str) -> bytes:
-        return (self.path / name).read_bytes()
+        with open(_open_plain(self.path / name), "rb") as file:
+            return file.read()
 
     def open(self, name: str) -> RangeReader:
         return _LocalReader(self.path / name)
@@ -90,7 +93,7 @@ class LocalFolder:
 
 class _LocalReader:
     def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._fd = _open_plain(path)
 
     @property
     def num_bytes(self) -> int:
@@ -106,6 +109,15 @@ class _LocalReader:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def _open_plain(path: Path) -> int:
+    """A file for reading; OSError for anything else under its name, of which a pipe would be waited for without end."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a plain file", str(path))
+    return fd
 
 
 def as_folder(place: Folder | Path) -> Folder:

@@ -111,12 +111,17 @@ def _take_over(
     left: dict[_Identity, Block],
     written: Written,
 ) -> None:
-    """Take over the files all of whose blocks are among those `left`, which they leave."""
+    """Take over the files all of whose blocks are among those `left`, which they leave.
+
+    Blocks without elements are alike wherever they are, so several files may hold the same one.
+    """
     files = earlier.manifest.files
     whole = [name for name, pieces in by_file.items() if pieces and all(identity in left for identity in pieces)]
     whole.sort(key=lambda name: (-files[name].num_bytes, name))
     for number, earlier_name in enumerate(whole[:MAX_TAKEN_OVER]):
         name = f"{stem}-kept-{number}.safetensors"
+        if any(identity not in left for identity in by_file[earlier_name]):
+            continue  # taken over with a file before it; what else is in this one is written, apart from that
         if not _is_whole(earlier, earlier_name):
             continue  # its bytes are no longer those that were written: they are, now, from memory
         if not draft.reuse(name, earlier.folder, earlier_name):

@@ -26,14 +26,15 @@ def load(
     *,
     group: Group,
     phases: Phases,
-    require: Callable[[Manifest], None] = lambda manifest: None,
+    require: Callable[[Manifest], Manifest | None] = lambda manifest: None,
     cast: bool = False,
     weights_only: bool = False,
 ) -> Manifest:
     """Fill `shards` from a checkpoint of any layout. Collective.
 
     Names, shapes, types and checksums are checked and every block is read into staging on all ranks before any
-    tensor changes; `require` may refuse the checkpoint by what its manifest says. `cast` takes numbers of another type
+    tensor changes; `require` may refuse the checkpoint by what its manifest says, or return the part of it that is to
+    be loaded. `cast` takes numbers of another type
     as they come, `weights_only` leaves the optimizer's state in the checkpoint alone. Raises CheckpointError on every
     rank if any rank finds something wrong.
     """
@@ -44,7 +45,7 @@ def load(
         with agreed(group, folder.url, "loading a checkpoint") as outcome:
             manifest = read_manifest(folder)
             require_whole_directory(folder, manifest)
-            require(manifest)
+            manifest = require(manifest) or manifest
             manifest = manifest.without_optimizer() if weights_only else manifest
             outcome["mine"] = [asdict(misfit) for misfit in _misfits(manifest, shards, cast)]
             manifests.append(manifest)

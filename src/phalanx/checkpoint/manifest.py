@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,6 +21,7 @@ from phalanx.core.errors import CheckpointError
 FORMAT = 2
 MANIFEST = "manifest.json"
 OPTIMIZER = "optim/"  # what the names of optimizer state begin with
+REDUCTION = "comm/"  # and those of what compressing gradients keeps, which belongs to one layout
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,11 @@ class Manifest:
 
     def without_optimizer(self) -> Manifest:
         """What of it is the model."""
-        weights = {name: tensor for name, tensor in self.tensors.items() if not name.startswith(OPTIMIZER)}
-        return replace(self, tensors=weights)
+        return self.without(OPTIMIZER, REDUCTION)
+
+    def without(self, *prefixes: str) -> Manifest:
+        """Without the tensors whose names begin so."""
+        return replace(self, tensors={n: tensor for n, tensor in self.tensors.items() if not n.startswith(prefixes)})
 
 
 def read_manifest(place: Folder | Path) -> Manifest:
@@ -90,9 +96,24 @@ def read_manifest(place: Folder | Path) -> Manifest:
     if body.get("xxh3") != found_xxh3:
         raise CheckpointError("the manifest is not what was written", where=path, why="its checksum differs")
     try:
-        return _parse(body)
+        manifest = _parse(body)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError("the manifest is damaged", where=path, why=repr(error)) from None
+    _require_own_step(folder, manifest)
+    return manifest
+
+
+def _require_own_step(folder: Folder, manifest: Manifest) -> None:
+    """A copy under another step's name would be continued from as that step. Other names say nothing of a step."""
+    if folder.step not in (-1, manifest.step):
+        raise CheckpointError(
+            f"{folder.name} holds step {manifest.step}", where=folder.url, fix=f"call it step-{manifest.step} again"
+        )
+    told = manifest.facts.get("step", manifest.step)
+    if told != manifest.step:
+        raise CheckpointError(
+            f"the manifest is of step {manifest.step}, and the state in it of step {told!r}", where=folder.url
+        )
 
 
 def body_xxh3(body: Mapping[str, Any]) -> str:
@@ -131,7 +152,7 @@ def _parse(body: Mapping[str, Any]) -> Manifest:
     return Manifest(
         int(body["step"]),
         str(body["job_digest"]),
-        dict(body["layout"]),
+        {str(axis): int(degree) for axis, degree in body["layout"].items()},
         dict(body["facts"]),
         tensors,
         dict(body["aliases"]),
@@ -164,14 +185,27 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def list_folders(root: Path) -> list[Path]:
-    """Committed checkpoints in a directory, oldest first."""
+    """Committed checkpoints in a directory, oldest first; none if it is not there.
+
+    Raises CheckpointError where it cannot be seen what is there: that is not the same as nothing.
+    """
     found = []
     try:
-        entries = list(root.iterdir())
-    except OSError:
+        for name in os.listdir(root):
+            match = STEP_NAME.fullmatch(name)
+            if match and _is_file(root / name / MANIFEST):
+                found.append((int(match[1]), root / name))
+    except FileNotFoundError:
         return []
-    for entry in entries:
-        match = STEP_NAME.fullmatch(entry.name)
-        if match and (entry / MANIFEST).is_file():
-            found.append((int(match[1]), entry))
+    except OSError as error:
+        where = str(error.filename or root)
+        raise CheckpointError("checkpoints cannot be looked for", where=where, why=error.strerror) from None
     return [entry for _, entry in sorted(found)]
+
+
+def _is_file(path: Path) -> bool:
+    """Raises OSError unless that is known."""
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False

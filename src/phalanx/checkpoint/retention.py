@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from phalanx.checkpoint.epoch import Epoch
 from phalanx.checkpoint.folder import Folder
+from phalanx.checkpoint.owner import require_claim
 from phalanx.checkpoint.stores.protocol import Store
 from phalanx.checkpoint.verify import Progress, verify_checkpoint
 from phalanx.core.errors import CheckpointError
@@ -44,12 +46,16 @@ def prune(
     dry_run: bool = False,
     say: Callable[[str], None] = lambda line: None,
     progress: Progress = lambda num_bytes: None,
+    epoch: Epoch | None = None,
 ) -> list[Folder]:
-    """Remove what `retention` does not keep; what went, oldest first. `progress` hears of verified bytes; it may raise.
+    """Remove what `retention` does not keep; what went, oldest first. `progress` hears of verified bytes, and of each
+    removal before it; it may raise.
 
     Nothing is removed before the newest that verifies, byte for byte, is known: where that one would go because newer
-    ones are damaged, nothing does. Raises CheckpointError if one cannot be removed.
+    ones are damaged, nothing does. Raises CheckpointError if one cannot be removed, or if the run is no longer that of
+    `epoch` or the store no longer the run's: whoever has it now may be reading the one that would go.
     """
+    require_claim(epoch, store)
     by_step = {folder.step: folder for folder in store.folders()}
     going = [by_step[step] for step in retention.superfluous(by_step)]
     if not going or dry_run:
@@ -61,6 +67,8 @@ def prune(
         say(f"{why}: nothing is removed")
         return []
     for folder in going:
+        require_claim(epoch, store)  # reading the safe one took a while
+        progress(0)
         try:
             store.remove(folder)
         except OSError as error:

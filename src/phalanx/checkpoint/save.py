@@ -18,6 +18,7 @@ from phalanx.checkpoint.epoch import Epoch
 from phalanx.checkpoint.folder import Folder
 from phalanx.checkpoint.incremental import Block, Earlier, earlier_checkpoint, write_blocks
 from phalanx.checkpoint.manifest import Manifest, Piece, StoredTensor
+from phalanx.checkpoint.owner import require_claim
 from phalanx.checkpoint.shard_file import DTYPES, Bytes
 from phalanx.checkpoint.stores.protocol import Draft, Store
 from phalanx.checkpoint.verify import is_tiled
@@ -68,7 +69,7 @@ def save(
     with phases("ckpt_stage"):
         with agreed(group, store.url, "preparing a checkpoint") as outcome:
             if group.rank == 0:
-                _require_newest(epoch)
+                require_claim(epoch, store)
                 before = store.folders() if incremental else []
                 outcome["mine"] = [store.begin(step).token, before[-1].name if before else None]
         token, before_name = outcome["all"][0]
@@ -85,7 +86,7 @@ def save(
             with agreed(group, draft.url, "committing a checkpoint") as outcome:
                 if group.rank == 0:
                     text = json.dumps(manifest.to_json(), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
-                    _require_newest(epoch)
+                    require_claim(epoch, store)
                     store.commit(draft, text.encode())
     except CheckpointError:
         if group.rank == 0:
@@ -134,11 +135,6 @@ def _rows(box: Box, begin: int, end: int) -> Box:
         (box.local_offset[0] + begin, *box.local_offset[1:]),
         (end - begin, *box.size[1:]),
     )
-
-
-def _require_newest(epoch: Epoch | None) -> None:
-    if epoch is not None:
-        epoch.require_newest()
 
 
 def _write_mine(draft: Draft, shards: Mapping[str, LogicalShard], rank: int, earlier: Earlier | None) -> dict[str, Any]:

@@ -8,12 +8,9 @@ is raised in training.
 
 from __future__ import annotations
 
-import os
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,19 +19,21 @@ import torch
 
 from phalanx.checkpoint.agree import agreed
 from phalanx.checkpoint.epoch import Epoch
+from phalanx.checkpoint.flight import Flight
 from phalanx.checkpoint.folder import place_in_run
-from phalanx.checkpoint.retention import Retention, prune
+from phalanx.checkpoint.retention import Retention
 from phalanx.checkpoint.save import Saved, owned, save
 from phalanx.checkpoint.staging import Staging
 from phalanx.checkpoint.stores.protocol import Store
+from phalanx.checkpoint.tidier import Tidier
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import LogicalShard
 from phalanx.mesh.mesh import Mesh
 from phalanx.observe.bus import Bus
-from phalanx.observe.events import CheckpointFailed, CheckpointSaved, CheckpointsRemoved, Event, Note
+from phalanx.observe.events import CheckpointFailed, CheckpointSaved, Event, Note
 
-NICENESS = 5  # a third of the share of a core that a thread of training has
+POLL_S = 0.2  # how long a rank that waits for a thread looks at its own before it hears of the others
 
 
 @dataclass(frozen=True)
@@ -68,49 +67,8 @@ class Target:
     keep_every: int | None = None
     kept: Callable[[], frozenset[int]] = frozenset
 
-
-class _HurriedError(Exception):
-    """Training stops, and nobody has time for old checkpoints."""
-
-
-class _Flight:
-    """A thread of this rank that saves, or tidies up, while training goes on."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self.failed = False
-        self.crash: BaseException | None = None
-        self.in_haste = threading.Event()
-        self._work = work
-        self._is_done = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="phalanx-save", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    @property
-    def is_done(self) -> bool:
-        return self._is_done.is_set()
-
-    def join(self, timeout_s: float | None = None) -> None:
-        self._is_done.wait(timeout_s)
-
-    def _run(self) -> None:
-        try:
-            _step_back()
-            self._work()
-        except CheckpointError:  # told where it was caught
-            self.failed = True
-        except BaseException as crash:
-            self.crash = crash
-        finally:
-            self._is_done.set()
-
-
-def _step_back() -> None:
-    """Where cores are short, training's threads come first. Of a thread alone only Linux can be told that."""
-    if sys.platform == "linux":
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+    def retention(self) -> Retention:
+        return Retention(self.keep_last, self.keep_every, self.kept())
 
 
 class Saver:
@@ -135,7 +93,8 @@ class Saver:
         self._timeout_s = timeout_s
         self._staging = Staging(mesh.device)
         self._beside: Mesh | None = None
-        self._flight: _Flight | None = None
+        self._flight: Flight | None = None
+        self._tidier = Tidier(target.store, target.retention, self._tell, target.epoch)
 
     @property
     def staging_bytes(self) -> int:
@@ -143,33 +102,30 @@ class Saver:
         return self._staging.num_bytes
 
     def votes(self) -> tuple[float, float]:
-        """Whether this rank's thread is at work, and whether its save failed; to be summed over the ranks.
+        """Whether a thread of this rank is at work, and whether its save failed; to be summed over the ranks.
 
-        Raises here, on this rank alone, what ended the thread and was no CheckpointError.
+        Raises here, on this rank alone, what ended a thread and was no CheckpointError.
         """
-        flight = self._flight
-        if flight is None:
-            return 0.0, 0.0
-        if not flight.is_done:
-            return 1.0, 0.0
-        self._raise_crash(flight)
-        return 0.0, float(flight.failed)
+        is_busy, has_failed = self._of_save()
+        return float(is_busy or self._tidier.is_waited_for), float(has_failed)
 
     def wait(self, *, in_haste: bool = False) -> bool:
-        """Until this rank's thread is done. True if its save failed; raises as `votes` does.
+        """Until the threads of all ranks are done. True if their save failed; raises as `votes` does. Collective.
 
-        In haste the removal of old checkpoints, which first reads a whole one, is left to the next save.
+        No rank stands in a collective while another's thread is at work, however long that takes: again and again they
+        agree that one is. In haste the removal of old checkpoints is left to the next save.
         """
-        flight = self._flight
-        if flight is None:
-            return False
         if in_haste:
-            flight.in_haste.set()
-        if not flight.is_done:
+            self._tidier.hurry()
+        else:
+            self._tidier.take_time()
+        is_busy, has_failed = self._agree()
+        if is_busy:
             with self._phases("ckpt_write", "wait for the save in flight"):
-                flight.join()
-        self._raise_crash(flight)
-        return flight.failed
+                while is_busy:
+                    self._look_at_own(POLL_S)
+                    is_busy, has_failed = self._agree()
+        return has_failed
 
     def land(self) -> None:
         """Forget a flight that is over on all ranks."""
@@ -178,6 +134,7 @@ class Saver:
 
     def leave(self, timeout_s: float) -> None:
         """Training ends by an error: let the save in flight end if it can. Never raises."""
+        self._tidier.hurry()
         flight = self._flight
         if flight is None:
             return
@@ -190,8 +147,42 @@ class Saver:
         if why:
             self._tell(Note("save_left_behind", {"why": why}))
 
-    def begin(self, snapshot: Snapshot, *, record: Callable[[], None], waited_s: float = 0.0) -> bool:
-        """Copy the state and write it beside training. False, with nothing done, if a rank has no memory for that.
+    def _of_save(self) -> tuple[bool, bool]:
+        """Whether this rank's save is in flight, and whether it failed. Raises what ended a thread."""
+        self._tidier.raise_crash()
+        flight = self._flight
+        if flight is None:
+            return False, False
+        if not flight.is_done:
+            return True, False
+        if flight.crash is not None:
+            self._flight = None
+            raise flight.crash
+        return False, flight.failed
+
+    def _agree(self) -> tuple[bool, bool]:
+        """The votes of all ranks."""
+        votes = torch.tensor(self.votes(), dtype=torch.float64, device=self._mesh.device)
+        busy, failed = self._mesh.all_reduce_sum(votes).tolist()
+        return busy > 0, failed > 0
+
+    def _look_at_own(self, timeout_s: float) -> None:
+        """Wait for what of this rank is at work."""
+        if self._flight is not None and not self._flight.is_done:
+            self._flight.join(timeout_s)
+        elif self._tidier.is_waited_for:
+            self._tidier.join(timeout_s)
+
+    def require_saveable(self, take: Callable[[], Snapshot]) -> None:
+        """Raise CheckpointError, on every rank, if on any of them `take` gives what no checkpoint holds. Collective."""
+        with agreed(self._mesh, self._target.store.url, "looking at what there is to save"):
+            owned(take().shards)
+
+    def begin(
+        self, step: int, take: Callable[[], Snapshot], *, record: Callable[[], None], waited_s: float = 0.0
+    ) -> bool:
+        """Copy the state of `step`, which `take` gives, and write it beside training. False, with nothing done, if a
+        rank has no memory for that.
 
         `record` is called before the thread starts, so that what it records is there before the checkpoint is. Raises
         CheckpointError on every rank if there is something that cannot be saved.
@@ -199,40 +190,46 @@ class Saver:
         assert self._flight is None, "one save at a time"
         began = time.perf_counter() - waited_s
         with self._phases("ckpt_stage"):
-            staged = self._staged(snapshot)
+            staged = self._staged(step, take)
         if staged is None:
             return False
         stall_s = time.perf_counter() - began
         record()
-        flight = self._flight = _Flight(lambda: self._write(staged, began, stall_s))
+        flight = self._flight = Flight("phalanx-save", lambda: self._write(staged, began, stall_s))
         flight.start()
         return True
 
-    def save(self, snapshot: Snapshot, *, record: Callable[[], None], tidy: bool = True) -> None:
-        """Save while training waits. No thread may be at work. Raises CheckpointError on every rank."""
+    def save(self, step: int, take: Callable[[], Snapshot], *, record: Callable[[], None], tidy: bool = True) -> None:
+        """Save while training waits. No save may be in flight. Raises CheckpointError on every rank."""
         assert self._flight is None, "one save at a time"
         began = time.perf_counter()
-        saved = self._save(snapshot, self._mesh, self._phases, record)
+        taken: list[Snapshot] = []
+        with self._said(step), agreed(self._mesh, self._target.store.url, "taking the state"):
+            taken.append(take())
+        saved = self._save(taken[0], self._mesh, self._phases, record)
         wall_s = time.perf_counter() - began
-        self._saved(snapshot.step, saved, Cost(wall_s, wall_s))
+        self._saved(step, saved, Cost(wall_s, wall_s))
         if tidy and self._target.keep_last is not None and self._mesh.rank == 0:
-            self._flight = _Flight(self._tidy)
-            self._flight.start()
+            self._tidier.take_time()
+            self._tidier.begin()
 
-    def _staged(self, snapshot: Snapshot) -> Snapshot | None:
+    def _staged(self, step: int, take: Callable[[], Snapshot]) -> Snapshot | None:
+        """A copy of the state. Before it begins all ranks agree that each can make it."""
         if self._beside is None:
             self._beside = self._mesh.open_beside(timeout_s=self._timeout_s)
+        snapshot: Snapshot | None = None
         mine: dict[str, LogicalShard] = {}
         problem: CheckpointError | MemoryError | None = None
         try:
+            snapshot = take()
             mine = owned(snapshot.shards)
             self._staging.reserve(mine)
         except (CheckpointError, MemoryError) as error:
             problem = error
-        if self._is_anywhere(problem is not None):
-            self._give_up_copy(snapshot.step, problem)
+        if self._is_anywhere(problem is not None) or snapshot is None:
+            self._give_up_copy(step, problem)
             return None
-        return Snapshot(snapshot.step, self._staging.copy(mine), snapshot.aliases, snapshot.facts)
+        return Snapshot(step, self._staging.copy(mine), snapshot.aliases, snapshot.facts)
 
     def _is_anywhere(self, here: bool) -> bool:
         """Whether it is so on any rank: one small reduction, while training stands still."""
@@ -257,7 +254,7 @@ class Saver:
         saved = self._save(staged, self._beside, phases, lambda: None)
         self._saved(staged.step, saved, Cost(stall_s, time.perf_counter() - began))
         if self._target.keep_last is not None and self._mesh.rank == 0:
-            self._tidy()
+            self._tidier.begin()
 
     def _save(self, snapshot: Snapshot, group: Mesh, phases: Phases, record: Callable[[], None]) -> Saved:
         target = self._target
@@ -290,34 +287,6 @@ class Saver:
         path = place_in_run(saved.folder, self._target.run_dir)
         self._tell(CheckpointSaved(step, path, saved.num_bytes, cost.wall_s, cost.stall_s, saved.num_new_bytes))
 
-    def _tidy(self) -> None:
-        """Remove what retention does not keep. That it cannot be done is said, and ends nothing. On rank 0."""
-        target, flight = self._target, self._flight
-        assert flight is not None, "this is a flight"
-        retention = Retention(target.keep_last, target.keep_every, target.kept())
-
-        def go_on(num_bytes: int) -> None:
-            if flight.in_haste.is_set():
-                raise _HurriedError
-
-        try:
-            gone = prune(target.store, retention, say=self._say_why_old_stay, progress=go_on)
-        except _HurriedError:
-            return
-        except (CheckpointError, OSError) as error:
-            self._say_why_old_stay(str(error))
-            return
-        if gone:
-            self._tell(CheckpointsRemoved([folder.step for folder in gone]))
-
-    def _say_why_old_stay(self, why: str) -> None:
-        self._tell(Note("old_checkpoints_stay", {"why": f"old checkpoints are not removed: {why}"}))
-
     def _tell(self, event: Event) -> None:
         if self._mesh.rank == 0:
             self._bus.emit(event)
-
-    def _raise_crash(self, flight: _Flight) -> None:
-        if flight.crash is not None:
-            self._flight = None
-            raise flight.crash

@@ -26,7 +26,7 @@ from phalanx.core.errors import CheckpointError
 
 SPAN_BYTES = 32 << 20  # most that is read at once for a block with gaps between its rows
 _HEADER_ALIGNMENT = 8
-_NOT_A_HEADER = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
+_NOT_A_HEADER = (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError)
 _MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
 
 # torch's name of a type -> safetensors' name and bytes per element
@@ -234,7 +234,7 @@ class CheckedFile:
         try:
             base = 8 + length
             return dict(parse_header(self._chunk[8:base].tobytes(), base, self._stored.num_bytes))
-        except (*_NOT_A_HEADER, OverflowError):
+        except _NOT_A_HEADER:
             return {}
 
     def _read_header(self) -> dict[str, Entry]:

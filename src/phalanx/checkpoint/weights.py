@@ -26,7 +26,7 @@ def load_weights(module: nn.Module, run_dir: str | Path, *, best: bool = False, 
     folder = choose_checkpoint(run_dir, best=best)
     manifest = read_manifest(folder).without_optimizer()
     require_whole_directory(folder, manifest)
-    shards, _ = module_shards(module, replica=0, num_replicas=1)
+    shards, _ = module_shards(module)
     require_fit(folder, manifest, shards, cast=cast)
     staged = stage_blocks(folder, manifest, shards)
     with torch.no_grad():

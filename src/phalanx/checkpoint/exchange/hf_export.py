@@ -121,7 +121,7 @@ def _write_shards(
     directory: Path, tensors: Sequence[Made], shard_bytes: int, progress: Callable[[int], None]
 ) -> list[str]:
     """One file, or several and an index. Returns their names."""
-    shards = list(_packed(tensors, shard_bytes))
+    shards = list(packed(tensors, shard_bytes))
     many = len(shards) > 1
     names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" if many else SINGLE for n in range(1, len(shards) + 1)]
     done = 0
@@ -139,7 +139,7 @@ def _write_shards(
     return names
 
 
-def _packed(tensors: Sequence[Made], shard_bytes: int) -> Iterator[list[Made]]:
+def packed(tensors: Sequence[Made], shard_bytes: int) -> Iterator[list[Made]]:
     """In order, as many as fit; a tensor that is larger has a file of its own."""
     shard: list[Made] = []
     held = 0

@@ -6,7 +6,7 @@ OUT/checkpoints/step-0 is the checkpoint, OUT/model.toml the job file that fits 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 
 from phalanx.checkpoint.exchange.bags import Bag, open_safetensors
 from phalanx.checkpoint.exchange.families import family_of
-from phalanx.checkpoint.exchange.hf_export import CONFIG, as_source
+from phalanx.checkpoint.exchange.hf_export import CONFIG, as_source, packed
 from phalanx.checkpoint.exchange.new_directory import copy_file, new_directory
 from phalanx.checkpoint.exchange.settings import shape_of_config
 from phalanx.checkpoint.exchange.translate import Made, to_ours
@@ -144,7 +144,7 @@ def _write_checkpoint(weights: Weights, directory: Path, file_bytes: int, progre
     tensors: dict[str, StoredTensor] = {}
     files = {}
     done = 0
-    for number, group in enumerate(_grouped(weights.tensors, file_bytes)):
+    for number, group in enumerate(packed(weights.tensors, file_bytes)):
         file = f"weights-{number:04d}.safetensors"
         sources = []
         for tensor in group:
@@ -170,15 +170,3 @@ def _told(shape: ModelShape) -> dict[str, Any]:
     usual = ModelShape(0, 0, 0, 0, 0, 0, 0, False).to_json()
     always = ("num_layers", "dim", "num_heads", "num_kv_heads", "head_dim", "ffn_dim", "vocab_size", "tie_embeddings")
     return {key: value for key, value in shape.to_json().items() if key in always or value != usual[key]}
-
-
-def _grouped(tensors: Sequence[Made], file_bytes: int) -> Iterator[list[Made]]:
-    group: list[Made] = []
-    held = 0
-    for tensor in tensors:
-        if group and held + tensor.described.num_bytes > file_bytes:
-            yield group
-            group, held = [], 0
-        group.append(tensor)
-        held += tensor.described.num_bytes
-    yield group

@@ -14,6 +14,7 @@ from phalanx.checkpoint.chunks import StoredFile
 from phalanx.core.disk import DiskFile
 from phalanx.core.errors import CheckpointError, EnvironmentProblem
 from phalanx.core.secrets import Redactor
+from phalanx.core.store_urls import refusal
 
 T = TypeVar("T")
 Say = Callable[[str], None]
@@ -21,10 +22,10 @@ Say = Callable[[str], None]
 _LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError)
 _READING = ("reading", "looking at")
 _LASTING_NAMES = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "ParamValidationError")
-# Of the libraries: they give up soon (30 s without a byte), because every request is made again here.
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 30, "retries": {"max_attempts": 1}}}
-}
+# Of the libraries: they give up soon (30 s without a byte) and ask once, because every request is made again here.
+_ASK_ONCE = {"mode": "standard", "total_max_attempts": 1}
+_S3 = {"config_kwargs": {"connect_timeout": 10, "read_timeout": 30, "retries": _ASK_ONCE}}
+_OPTIONS: dict[str, dict[str, Any]] = {"s3": _S3, "s3a": _S3}
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
 
@@ -51,8 +52,7 @@ class Remote:
 
     def url(self, key: str = "") -> str:
         """Where a key is, for people, without user and password."""
-        path = self._path(key)
-        return _redacted(f"{self.protocol}://{path.lstrip('/') if self.protocol != 'file' else path}")
+        return _redacted(f"{self.protocol}://{self._path(key).lstrip('/')}")
 
     def list(self, key: str = "") -> dict[str, int]:
         """Every file below a folder, by its path relative to it, with its bytes."""
@@ -82,16 +82,20 @@ class Remote:
 
     def put(self, key: str, data: bytes) -> None:
         """In one request: the object is there as a whole, or not."""
-        self._patiently("writing", key, lambda: self._put(key, data))
+        self._patiently("writing", key, lambda: self.fs.pipe_file(self._path(key), data))
 
-    def _put(self, key: str, data: bytes) -> None:
-        self._make_folder(key)
-        self.fs.pipe_file(self._path(key), data)
+    def put_first(self, key: str, data: bytes) -> None:
+        """Unless it is there, for stores that can make a request depend on that (`If-None-Match`); others overwrite."""
+        try:
+            self.fs.pipe_file(self._path(key), data, mode="create")
+        except FileExistsError:
+            return
+        except Exception:  # a store that cannot, or that has an outage: the second is said from here on
+            self.put(key, data)
 
     def copy(self, source: str, target: str) -> bool:
         """False where the store does not copy."""
         try:
-            self._make_folder(target)
             self._patiently("copying", source, lambda: self.fs.cp_file(self._path(source), self._path(target)))
         except (CheckpointError, OSError) as error:
             self.say(f"{self.url(source)} is sent again, because the store did not copy it: {error}")
@@ -117,7 +121,6 @@ class Remote:
         return self._patiently("writing", key, lambda: self._write(key, produce, block_bytes))
 
     def _write(self, key: str, produce: Callable[[DiskFile], StoredFile], block_bytes: int) -> StoredFile:
-        self._make_folder(key)
         file = self.fs.open(self._path(key), "wb", block_size=block_bytes)
         try:
             stored = produce(_Upload(file))
@@ -126,11 +129,6 @@ class Remote:
             _abandon(file)
             raise
         return stored
-
-    def _make_folder(self, key: str) -> None:
-        """Object stores have none; file systems behind a URL do."""
-        if self.protocol in ("file", "local") or getattr(self.fs, "local_file", False):
-            self.fs.makedirs(self._path(key).rpartition("/")[0], exist_ok=True)
 
     def _path(self, key: str) -> str:
         return f"{self.root}/{key}" if key else self.root
@@ -200,6 +198,9 @@ def _is_lasting(error: Exception) -> bool:
 
 def open_remote(url: str, *, say: Say, patience: Patience) -> Remote:
     """Raises EnvironmentProblem if a library is missing, CheckpointError for a URL that nothing opens."""
+    if (refused := refusal(url)) is not None:
+        what, where = "the store cannot be opened", _redacted(url)
+        raise CheckpointError(what, where=where, why=f"it {refused.what}", fix=refused.fix)
     import fsspec
 
     protocol = url.partition("://")[0]
@@ -212,6 +213,8 @@ def open_remote(url: str, *, say: Say, patience: Patience) -> Remote:
     except Exception as error:
         why = _redacted(f"{type(error).__name__}: {error}")
         raise CheckpointError("the store cannot be opened", where=_redacted(url), why=why) from None
+    if protocol in _OPTIONS:
+        fs.retries = 1  # s3fs's own, around those of botocore
     return Remote(fs, protocol, str(root).rstrip("/"), say, patience)
 
 

@@ -10,7 +10,7 @@ import contextlib
 import errno
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from phalanx.checkpoint.folder import Folder, LocalFolder
 from phalanx.checkpoint.manifest import MANIFEST, list_folders
 from phalanx.checkpoint.stores.protocol import Draft
 from phalanx.core.disk import Disk, DiskFile, make_directories, remove_tree
+from phalanx.core.errors import CheckpointError
 
 PARTIAL, REPLACED, REMOVED = ".partial", ".replaced", ".removed"
 _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES, errno.ENOENT)
@@ -35,15 +36,17 @@ class LocalDraft:
 
     @property
     def url(self) -> str:
-        return str(self.path)
+        """What it is to become: where it is written is hidden, and gone when somebody looks for it."""
+        return str(self.path.with_name(f"step-{self.step}"))
 
     def write(self, name: str, produce: Callable[[DiskFile], StoredFile]) -> StoredFile:
-        file = self.disk.create(self.path / name)
-        try:
-            stored = produce(file)
-            file.sync()
-        finally:
-            file.close()
+        with self.errors_named():
+            file = self.disk.create(self.path / name)
+            try:
+                stored = produce(file)
+                file.sync()
+            finally:
+                file.close()
         return stored
 
     def reuse(self, name: str, folder: Folder, earlier_name: str) -> bool:
@@ -55,12 +58,23 @@ class LocalDraft:
         except OSError as error:
             if error.errno in _NO_LINKS:
                 return False
+            error.filename, error.filename2 = self.url, None
             raise
         return True
 
+    @contextlib.contextmanager
+    def errors_named(self) -> Iterator[None]:
+        """An OSError inside is about the step: its hidden directory is gone before anybody can look."""
+        try:
+            yield
+        except OSError as error:
+            if str(error.filename).startswith(str(self.path)):
+                error.filename, error.filename2 = self.url, None
+            raise
+
 
 class LocalStore:
-    """`root` is RUN/checkpoints, which need not exist yet."""
+    """`root` is RUN/checkpoints, or what a file:// URL names. It need not exist yet."""
 
     def __init__(self, root: Path, disk: Disk | None = None) -> None:
         self.root, self._disk = root, disk or Disk()
@@ -69,6 +83,10 @@ class LocalStore:
     def url(self) -> str:
         return str(self.root)
 
+    @property
+    def owner(self) -> None:
+        """Nobody's word: whoever writes into a directory holds its lock."""
+
     def folders(self) -> list[Folder]:
         return [LocalFolder(path) for path in list_folders(self.root)]
 
@@ -76,13 +94,21 @@ class LocalStore:
         return LocalFolder(self.root / name)
 
     def probe(self) -> None:
-        """Whoever opens a run directory has done it."""
+        probe = self.root / f".writable.{secrets.token_hex(4)}"
+        try:
+            make_directories(self._disk, self.root)
+            self._disk.create(probe).close()
+            self._disk.remove(probe)
+        except OSError as error:
+            fix = "choose another checkpoint.url"
+            raise CheckpointError("it cannot be written", where=self.url, why=error.strerror, fix=fix) from None
 
     def begin(self, step: int) -> LocalDraft:
         make_directories(self._disk, self.root)
         self.clean_up()
         draft = self.join(step, secrets.token_hex(4))
-        self._disk.make_directory(draft.path)
+        with draft.errors_named():
+            self._disk.make_directory(draft.path)
         return draft
 
     def join(self, step: int, token: str) -> LocalDraft:
@@ -94,14 +120,16 @@ class LocalStore:
     def commit(self, draft: Draft, manifest: bytes) -> Folder:
         assert isinstance(draft, LocalDraft)
         disk, final = self._disk, self.root / f"step-{draft.step}"
-        _write_manifest(draft, manifest)
-        disk.sync_directory(draft.path)
+        with draft.errors_named():
+            _write_manifest(draft, manifest)
+            disk.sync_directory(draft.path)
         replaced = final.with_name(f".{final.name}{REPLACED}")
         remove_tree(disk, replaced)
         if final.exists():  # this step was saved before (a run continued from an older checkpoint)
             disk.rename(final, replaced)
         try:
-            disk.rename(draft.path, final)
+            with draft.errors_named():
+                disk.rename(draft.path, final)
         except OSError:
             if replaced.exists():
                 disk.rename(replaced, final)

@@ -1,4 +1,4 @@
-"""Checkpoints in an object store: anything that fsspec opens (s3://, gs://, memory://, file://, ...). Torch-free.
+"""Checkpoints in an object store that fsspec opens (s3://, gs://, az://, ...). Torch-free.
 
 A checkpoint is a folder `step-N-ATTEMPT-RANDOM`: no save ever writes into the files of another. Its manifest is put
 last, in one request, and removed first: a folder without one is no checkpoint for anybody. Of several of one step the
@@ -25,6 +25,7 @@ from phalanx.core.errors import CheckpointError
 
 BLOCK_BYTES = 16 << 20  # what is sent in one request
 AHEAD_BYTES = 32 << 20  # what is fetched in one request while a file is read through
+OWNER = "owner.json"
 _NAME = re.compile(r"step-(\d+)-(\d{4,})-[0-9a-f]{8}")
 
 
@@ -120,6 +121,29 @@ class ObjectDraft:
         return self.folder.remote.copy(f"{folder.name}/{earlier_name}", f"{self.folder.name}/{name}")
 
 
+@dataclass(frozen=True)
+class OwnerJson:
+    """An object beside the checkpoints."""
+
+    remote: Remote
+
+    @property
+    def url(self) -> str:
+        return self.remote.url(OWNER)
+
+    def read(self) -> bytes | None:
+        try:
+            return self.remote.read(OWNER)
+        except FileNotFoundError:
+            return None
+
+    def write(self, text: bytes) -> None:
+        self.remote.put_first(OWNER, text)
+
+    def remove(self) -> None:
+        self.remote.remove(OWNER)
+
+
 class ObjectStore:
     """Checkpoints below a URL. One run's: nobody else may write there."""
 
@@ -136,6 +160,10 @@ class ObjectStore:
     @property
     def url(self) -> str:
         return self._remote.url()
+
+    @property
+    def owner(self) -> OwnerJson:
+        return OwnerJson(self._remote)
 
     def folders(self) -> list[Folder]:
         newest: dict[int, ObjectFolder] = {}
@@ -208,8 +236,10 @@ class ObjectStore:
 
 def folder_at(url: str) -> ObjectFolder | None:
     """The checkpoint at a URL; None if what is there has no manifest. Raises CheckpointError, OSError."""
-    remote = open_remote(url.rstrip("/").rpartition("/")[0], say=lambda text: None, patience=Patience())
-    folder = ObjectFolder(remote, url.rstrip("/").rpartition("/")[2])
+    above, _, name = url.rstrip("/").rpartition("/")
+    if above.endswith("/"):  # s3://bucket
+        return None
+    folder = ObjectFolder(open_remote(above, say=lambda text: None, patience=Patience()), name)
     return folder if MANIFEST in folder.sizes() else None
 
 

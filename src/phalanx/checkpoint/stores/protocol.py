@@ -39,6 +39,21 @@ class Draft(Protocol):
         """
 
 
+class OwnerObject(Protocol):
+    """What says whose a store is. Every method raises OSError or CheckpointError."""
+
+    @property
+    def url(self) -> str: ...
+
+    def read(self) -> bytes | None:
+        """What was written last; None if nothing was."""
+
+    def write(self, text: bytes) -> None:
+        """Write it, unless somebody else did meanwhile and the store can tell. Who reads it back knows."""
+
+    def remove(self) -> None: ...
+
+
 class Store(Protocol):
     """The committed checkpoints of one run. One process at a time (that holds the run's lock) changes it.
 
@@ -47,6 +62,10 @@ class Store(Protocol):
 
     @property
     def url(self) -> str: ...
+
+    @property
+    def owner(self) -> OwnerObject | None:
+        """Where it is written whose the store is; None for a directory, which is locked instead."""
 
     def folders(self) -> list[Folder]:
         """What is committed, by step, oldest first."""
