@@ -74,6 +74,8 @@ class AttentionCore(nn.Module):
 
 
 class Attention(nn.Module):
+    input_goes_to_columns_alone = True  # q, k and v, which tensor parallelism may then enter together
+
     def __init__(self, shape: ModelShape, window: int) -> None:
         super().__init__()
         self.head_dim = shape.head_dim

@@ -31,6 +31,8 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 class FeedForward(nn.Module):
     """Two matrices with an activation between, or three: the activation of one product gates another (SwiGLU)."""
 
+    input_goes_to_columns_alone = True
+
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         bias = shape.bias == "all"

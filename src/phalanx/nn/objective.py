@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from phalanx.core.batch import IGNORE_INDEX
 from phalanx.core.errors import LayoutError
+from phalanx.mesh.tensor_group import Vocabulary, VocabularyLogits
 
 Objective = Callable[[Any, Mapping[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
 
@@ -22,11 +23,13 @@ Objective = Callable[[Any, Mapping[str, torch.Tensor]], tuple[torch.Tensor, torc
 class CausalOutput(NamedTuple):
     """What causal models return: hidden states and the head's weight; the objective owns the head.
 
-    hidden_BTD: [batch, seq, dim]; head_VD: [vocab, dim].
+    hidden_BTD: [batch, seq, dim]; head_VD: [vocab, dim]. Where tensor parallelism has cut the head, head_VD has the
+    rows that `vocabulary` says, and hidden states must enter through it.
     """
 
     hidden_BTD: torch.Tensor
     head_VD: torch.Tensor
+    vocabulary: Vocabulary | None = None
 
 
 def takes_classes(objective: Objective) -> Objective:
@@ -39,7 +42,13 @@ def takes_classes(objective: Objective) -> Objective:
 
 def causal_cross_entropy(chunk_tokens: int) -> Objective:
     """Cross-entropy summed over targets that are not -100, with logits of at most `chunk_tokens` tokens at a time."""
-    return takes_classes(functools.partial(_causal_cross_entropy, chunk_tokens))
+    return takes_classes(_reads_vocabulary_parts(functools.partial(_causal_cross_entropy, chunk_tokens)))
+
+
+def _reads_vocabulary_parts(objective: Objective) -> Objective:
+    """Mark an objective that can do with the logits of a part of the vocabulary; others get them put together."""
+    objective.reads_vocabulary_parts = True  # type: ignore[attr-defined]
+    return objective
 
 
 def _causal_cross_entropy(
@@ -47,15 +56,23 @@ def _causal_cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if not isinstance(outputs, CausalOutput):
         return token_cross_entropy(outputs, batch)
-    hidden_ND = outputs.hidden_BTD.flatten(0, 1)
+    hidden_BTD = outputs.hidden_BTD if outputs.vocabulary is None else outputs.vocabulary.enter(outputs.hidden_BTD)
+    hidden_ND = hidden_BTD.flatten(0, 1)
     targets_N = batch["targets"].flatten()
-    loss_sum = _ChunkedCrossEntropy.apply(hidden_ND, outputs.head_VD, targets_N, chunk_tokens, torch.is_grad_enabled())
+    loss_sum = _ChunkedCrossEntropy.apply(
+        hidden_ND, outputs.head_VD, targets_N, chunk_tokens, torch.is_grad_enabled(), outputs.vocabulary
+    )
     return loss_sum, (targets_N != IGNORE_INDEX).sum()
 
 
 @takes_classes
+@_reads_vocabulary_parts
 def token_cross_entropy(outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """For modules that return logits [..., vocab]: cross-entropy summed over targets that are not -100."""
+    if isinstance(outputs, VocabularyLogits):
+        targets = batch["targets"].flatten()
+        loss_sum = _VocabularyCrossEntropy.apply(outputs.logits.flatten(0, -2), targets, outputs.vocabulary)
+        return loss_sum, (targets != IGNORE_INDEX).sum()
     if not isinstance(outputs, torch.Tensor) or outputs.ndim < 2:
         raise LayoutError(
             f"the model returned {_form(outputs)}, which the built-in objective cannot read",
@@ -96,7 +113,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, hidden_ND: torch.Tensor, head_VD: torch.Tensor, targets_N: torch.Tensor, chunk: int, grad: bool
+        ctx: Any,
+        hidden_ND: torch.Tensor,
+        head_VD: torch.Tensor,
+        targets_N: torch.Tensor,
+        chunk: int,
+        grad: bool,
+        vocabulary: Vocabulary | None,
     ) -> torch.Tensor:
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
         head = head_VD.to(hidden_ND.dtype)
@@ -105,26 +128,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_head = torch.zeros(head_VD.shape, dtype=wide, device=head_VD.device) if grad else None
         for start in range(0, hidden_ND.shape[0], chunk):
             rows = slice(start, start + chunk)
-            hidden, targets = hidden_ND[rows], targets_N[rows]
-            valid = targets != IGNORE_INDEX
-            picked = targets.where(valid, 0)[:, None]  # any other negative target is refused by gather
+            hidden = hidden_ND[rows]
             logits = (hidden @ head.T).to(wide)
-            logits -= logits.amax(dim=1, keepdim=True)
-            at_target = logits.gather(1, picked).squeeze(1)
-            logits.exp_()
-            norm = logits.sum(dim=1)
-            loss_sum += torch.where(valid, norm.log() - at_target, 0.0).sum(dtype=torch.float64)
+            loss_sum += _loss_and_gradient(logits, targets_N[rows], vocabulary)
             if grad_hidden is None or grad_head is None:
                 continue
-            logits /= norm[:, None]  # now probabilities; minus one-hot they are the gradient
-            logits.scatter_add_(1, picked, torch.full_like(picked, -1, dtype=wide))
-            logits *= valid[:, None]
             grad_logits = logits.to(hidden.dtype)
             torch.mm(grad_logits, head, out=grad_hidden[rows])
-            if grad_head.dtype == grad_logits.dtype:
-                grad_head.addmm_(grad_logits.T, hidden)
-            else:
-                grad_head += grad_logits.T @ hidden
+            grad_head += grad_logits.T @ hidden
         if grad:
             ctx.save_for_backward(grad_hidden, grad_head)
             ctx.head_dtype = head_VD.dtype
@@ -136,4 +147,51 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_hidden, grad_head = ctx.saved_tensors
         grad_hidden.mul_(grad_loss)
         grad_head.mul_(grad_loss)
-        return grad_hidden, grad_head.to(ctx.head_dtype), None, None, None
+        return grad_hidden, grad_head.to(ctx.head_dtype), None, None, None, None
+
+
+class _VocabularyCrossEntropy(torch.autograd.Function):
+    """Of logits [N, rows of this rank] that a module has made itself."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, logits_NV: torch.Tensor, targets_N: torch.Tensor, vocabulary: Vocabulary
+    ) -> torch.Tensor:
+        wide = torch.promote_types(logits_NV.dtype, torch.float32)
+        own = logits_NV.to(wide, copy=True)
+        loss_sum = _loss_and_gradient(own, targets_N, vocabulary)
+        ctx.save_for_backward(own)
+        ctx.dtype = logits_NV.dtype
+        return loss_sum.to(wide)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: torch.Tensor) -> Any:  # type: ignore[override]
+        (own,) = ctx.saved_tensors
+        return own.mul_(grad_loss).to(ctx.dtype), None, None
+
+
+def _loss_and_gradient(logits_NV: torch.Tensor, targets_N: torch.Tensor, vocabulary: Vocabulary | None) -> torch.Tensor:
+    """The loss summed over the targets, fp64; `logits_NV` becomes its gradient.
+
+    With a vocabulary, logits are those of this rank's rows: the ranks agree on each row's maximum, and add up its
+    exponentials and the logit of its target; logits themselves are never put together.
+    """
+    valid = targets_N != IGNORE_INDEX
+    picked, is_here, peak = targets_N.where(valid, 0), valid, logits_NV.amax(dim=1)
+    if vocabulary is not None:
+        picked = picked - vocabulary.start
+        is_here = valid & (picked >= 0) & (picked < logits_NV.shape[1])
+        picked, peak = picked.where(is_here, 0), vocabulary.max(peak)
+    picked = picked[:, None]  # without a vocabulary any other negative target is refused by gather
+    logits_NV -= peak[:, None]
+    at_target = logits_NV.gather(1, picked).squeeze(1)
+    logits_NV.exp_()
+    norm = logits_NV.sum(dim=1)
+    if vocabulary is not None:
+        norm, at_target = vocabulary.sum(torch.stack((norm, at_target.where(is_here, 0.0))))
+    loss_sum = torch.where(valid, norm.log() - at_target, 0.0).sum(dtype=torch.float64)
+    logits_NV /= norm[:, None]  # now probabilities; minus one-hot they are the gradient
+    logits_NV.scatter_add_(1, picked, -is_here[:, None].to(logits_NV.dtype))
+    logits_NV *= valid[:, None]
+    return loss_sum

@@ -18,6 +18,8 @@ import phalanx
 from phalanx.core.errors import PhalanxError
 from phalanx.core.registry import resolve
 from phalanx.mesh.blocks import find_blocks
+from phalanx.mesh.linear import brought_rules, holders
+from phalanx.mesh.logical import full_name
 
 _OUR_FOLDER = str(Path(phalanx.__file__).parent) + os.sep
 
@@ -44,6 +46,9 @@ def describe(kind: str, args: dict[str, object]) -> dict[str, object]:
         "num_batchnorms": sum(isinstance(part, _BatchNorm) for part in module.modules()),
         "num_dropouts": sum(_drops(part) for part in module.modules()),
         "takes_document_ids": _takes_document_ids(module),
+        "names": [full_name(name) for name, _ in module.named_modules()],
+        "holders": [vars(holder) for holder in holders(module)],
+        "shard_rules": brought_rules(module),
         "blocks": [name for name, part in module.named_modules() if id(part) in blocks],
     }
 

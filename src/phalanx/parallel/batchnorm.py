@@ -26,21 +26,22 @@ class Ranks:
 
     phases: Phases
     all: bool = True
+    group: dist.ProcessGroup | None = None
 
     def gather(self, mine: torch.Tensor) -> torch.Tensor:
         """[ranks, *mine.shape]"""
         if not self.all:
             return mine[None]
-        every = torch.empty(dist.get_world_size(), mine.numel(), dtype=mine.dtype, device=mine.device)
+        every = torch.empty(dist.get_world_size(self.group), mine.numel(), dtype=mine.dtype, device=mine.device)
         with self.phases("collective", "all_gather BatchNorm statistics"):
-            dist.all_gather_into_tensor(every.view(-1), mine)
+            dist.all_gather_into_tensor(every.view(-1), mine, group=self.group)
         return every
 
     def add_up(self, sums: torch.Tensor) -> None:
         """In place."""
         if self.all:
             with self.phases("collective", "all_reduce BatchNorm gradients"):
-                dist.all_reduce(sums)
+                dist.all_reduce(sums, group=self.group)
 
 
 @dataclass

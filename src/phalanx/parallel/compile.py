@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.parallel.protocol import Order, Workpiece
-from phalanx.plan.planner import Plan
+from phalanx.plan.plan import Plan
 
 
 class Compile:

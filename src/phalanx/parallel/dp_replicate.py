@@ -12,36 +12,47 @@ from phalanx.core.errors import LayoutError
 from phalanx.mesh.compat import ddp_buffer_option
 from phalanx.mesh.logical import full_name
 from phalanx.parallel.batchnorm import differing_buffers
+from phalanx.parallel.compression import reduce_by_hook
 from phalanx.parallel.protocol import Order, Workpiece
-from phalanx.plan.planner import Plan
+from phalanx.plan.plan import Plan
 
 
 class DpReplicate:
     order = Order.DATA
 
     def wanted(self, plan: Plan) -> bool:
-        return plan.layout.dp_replicate > 1 and plan.layout.dp_shard == 1
+        return plan.layout.data_parallel_size > 1 and plan.zero_stage <= 1
 
     def apply(self, piece: Workpiece) -> None:
         piece.materialize()
+        options = piece.plan.data_parallel
         has_buffers = bool(differing_buffers(piece.root))
         ddp = DistributedDataParallel(
             piece.root,
-            process_group=piece.mesh.submesh("dp_replicate").get_group(),
+            process_group=piece.mesh.data_parallel_group(),
             gradient_as_bucket_view=True,
             bucket_cap_mb=piece.plan.bucket_mb,
+            static_graph=options.static_graph,
+            find_unused_parameters=options.unused_parameters == "allow" and not options.static_graph,
             **ddp_buffer_option(has_buffers),
             init_sync=False,  # equal already: initialised by name and index, or compared by `parallelize`
         )
+        count_step = reduce_by_hook(piece, ddp)
         watch = _ExposedWait(piece)
+        is_learning = options.static_graph
 
         @contextmanager
         def sync(on: bool) -> Iterator[None]:
+            nonlocal is_learning
+            # The backward from which DDP learns a static graph must be one that reduces: the first one is, always. What
+            # it leaves is averaged already, and averaging that again changes nothing.
+            on, is_learning = on or is_learning, False
             if not on:
                 with ddp.no_sync():
                     yield
                 return
             watch.arm()
+            count_step()
             yield
 
         piece.outer, piece.sync, piece.after_backward = ddp, sync, watch.disarm
@@ -55,6 +66,7 @@ class _ExposedWait:
 
     def __init__(self, piece: Workpiece) -> None:
         self._phases = piece.phases
+        self._unused = piece.unused if piece.plan.data_parallel.unused_parameters == "allow" else None
         self._trainable = {p: name for name, p in piece.root.module.named_parameters() if p.requires_grad}
         self._missing: set[torch.Tensor] = set()
         self._armed = self._waiting = False
@@ -81,9 +93,13 @@ class _ExposedWait:
         self._armed = False
         if missing:
             names = sorted(full_name(self._trainable[parameter]) for parameter in missing)
+        if missing and self._unused is not None:
+            self._unused.update(names)
+        elif missing:
             raise LayoutError(
                 f"{len(names)} parameters had no part in the loss: {', '.join(names[:3])}",
-                fix="freeze them (requires_grad_(False)) or use them in every microbatch",
+                fix="freeze them (requires_grad_(False)), use them in every microbatch, or set "
+                "parallel.unused_parameters=allow",
             )
         if self._waiting:
             self._waiting = False

@@ -13,51 +13,60 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from phalanx.core.errors import LayoutError
-from phalanx.core.phases import Phases
 from phalanx.mesh.compat import fsdp_comm_classes, reduce_unused_parameters
-from phalanx.mesh.logical import full_name
+from phalanx.mesh.exchange import gather_rows, scatter_sum
 from phalanx.parallel.batchnorm import differing_buffers
 from phalanx.parallel.protocol import Order, Workpiece
-from phalanx.plan.planner import Plan
+from phalanx.parallel.whole_small import kept_whole
+from phalanx.plan.data_parallel import ALL_BLOCKS
+from phalanx.plan.plan import Plan
 
 
 class DpShard:
     order = Order.DATA
 
     def wanted(self, plan: Plan) -> bool:
-        return plan.layout.dp_shard > 1
+        return plan.layout.dp_shard > 1 and plan.zero_stage >= 2
 
     def apply(self, piece: Workpiece) -> None:
-        layout = piece.plan.layout
+        layout, options = piece.plan.layout, piece.plan.data_parallel
         axes = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
         low = piece.compute_dtype is not torch.float32
-        _refuse_scalars(piece.root.module)
-        blocks = _self_contained(piece)
+        whole = kept_whole(piece.root.module, options.keep_whole_below)
+        groups = _units(_self_contained(piece), options.blocks_per_unit)
         # A model may say that its blocks get activations in the compute type already: casting what is left would only
         # round what must stay wide (rotary tables). Other modules keep autocast as well, as under DDP.
-        cast = not getattr(piece.root.module, "block_inputs_are_cast", False)
+        # What stays whole is not cast by FSDP either, and meets cast tensors: autocast makes them one type.
+        cast = bool(whole) or not getattr(piece.root.module, "block_inputs_are_cast", False)
         mesh = piece.mesh.submesh(*axes)
         free = piece.plan.zero_stage == 3
-        for block in blocks:
+        more: dict[str, Any] = {"mesh": mesh, "ignored_params": whole}
+        if options.parameters_on_host:
+            more["offload_policy"] = CPUOffloadPolicy(pin_memory=piece.mesh.device.type == "cuda")
+        for group in groups:
             policy = _policy(piece.compute_dtype, low, cast_inputs=cast)
-            fully_shard(block, mesh=mesh, reshard_after_forward=free, mp_policy=policy)
+            fully_shard(group, reshard_after_forward=free, mp_policy=policy, **more)
         # The root holds embedding and head, which the backward needs at once: freeing them would gather them twice.
         policy = _policy(piece.compute_dtype, low, cast_inputs=True)
-        fully_shard(piece.root, mesh=mesh, reshard_after_forward=free and not blocks, mp_policy=policy)
+        fully_shard(piece.root, reshard_after_forward=free and not groups, mp_policy=policy, **more)
         piece.autocast = cast
         units = [module for module in piece.root.modules() if isinstance(module, FSDPModule)]
         for unit in units:
-            _time_communication(unit, piece.phases)
+            _time_communication(unit, piece)
             reduce_unused_parameters(unit)
+        if options.prefetch is not None:
+            _prefetch([piece.root, *(group[0] for group in groups)], options.prefetch)
+        each_time, is_hybrid = options.accumulate == "sharded", layout.dp_replicate > 1
         root, buffers = piece.root, differing_buffers(piece.root)
 
         @contextmanager
         def sync(on: bool) -> Iterator[None]:
-            root.set_requires_gradient_sync(on)
-            root.set_is_last_backward(on)
+            root.set_requires_gradient_sync(on or each_time)
+            root.set_is_last_backward(on or each_time)
+            if is_hybrid:  # copies of a shard are averaged once per step
+                root.set_requires_all_reduce(on)
             for buffer in buffers:  # as DDP does: every forward begins with rank 0's running statistics
                 dist.broadcast(buffer, 0)
             yield
@@ -69,13 +78,19 @@ class DpShard:
         piece.sync, piece.rest = sync, rest
 
 
-def _refuse_scalars(module: nn.Module) -> None:
-    for name, parameter in module.named_parameters():
-        if parameter.ndim == 0:
-            raise LayoutError(
-                f"parameter {full_name(name)} is a scalar, which cannot be split over dp_shard",
-                fix="give it the shape (1,), or set parallel.dp_shard=1",
-            )
+def _units(blocks: list[nn.Module], per_unit: int) -> list[list[nn.Module]]:
+    """`blocks` in runs of `per_unit`; none for the whole model, whose root is a unit anyway."""
+    if per_unit == ALL_BLOCKS:
+        return []
+    return [blocks[start : start + per_unit] for start in range(0, len(blocks), per_unit)]
+
+
+def _prefetch(units: list[Any], depth: int) -> None:
+    """While a unit computes, the `depth` units that come next are gathered. `units`: in forward order, root first."""
+    for place, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + depth])
+        before = units[max(1, place - depth) : place]  # the root is whole from the forward on
+        unit.set_modules_to_backward_prefetch(before[::-1])
 
 
 def _self_contained(piece: Workpiece) -> list[nn.Module]:
@@ -94,22 +109,42 @@ def _policy(compute: torch.dtype, low: bool, *, cast_inputs: bool) -> MixedPreci
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=cast_inputs)
 
 
-def _time_communication(unit: FSDPModule, phases: Phases) -> None:
-    """Charge FSDP's gathers and scatters to "collective" where they block; on gloo that is where they happen."""
+def _time_communication(unit: FSDPModule, piece: Workpiece) -> None:
+    """Charge FSDP's gathers and scatters to "collective" where they block; on gloo that is where they happen, and they
+    go by what is quickest there."""
     gather_class, scatter_class = fsdp_comm_classes()
+    phases, traffic, layout = piece.phases, piece.traffic, piece.plan.layout
 
-    class TimedGather(gather_class):  # type: ignore[misc, valid-type]
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    class Gather(gather_class):  # type: ignore[misc, valid-type]
+        def __call__(
+            self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+        ) -> Any:
             with phases("collective", "all_gather parameters"):
-                return super().__call__(*args, **kwargs)
+                if async_op or output_tensor.device.type != "cpu":
+                    return super().__call__(output_tensor, input_tensor, group, async_op)
+                rows = output_tensor.view(group.size(), -1)
+                mine = rows[group.rank()]
+                if mine.data_ptr() != input_tensor.data_ptr():  # FSDP fills its part of the output
+                    mine.copy_(input_tensor.view(-1))
+                gather_rows(rows, group)
+                return None
 
-    class TimedScatter(scatter_class):  # type: ignore[misc, valid-type]
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    class Scatter(scatter_class):  # type: ignore[misc, valid-type]
+        def __call__(
+            self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+        ) -> Any:
+            traffic.scatter(input_tensor.nbytes, layout.dp_shard)
+            traffic.all_reduce(input_tensor.nbytes // layout.dp_shard, layout.dp_replicate)
             with phases("collective", "reduce_scatter gradients"):
-                return super().__call__(*args, **kwargs)
+                is_plain = op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+                if async_op or not is_plain or output_tensor.device.type != "cpu":
+                    return super().__call__(output_tensor, input_tensor, group, op, async_op)
+                total = scatter_sum(input_tensor.view(group.size(), -1), group).view_as(output_tensor)
+                torch.div(total, group.size() if op == dist.ReduceOp.AVG else 1, out=output_tensor)
+                return None
 
-    unit.set_custom_all_gather(TimedGather())
-    unit.set_custom_reduce_scatter(TimedScatter())
+    unit.set_custom_all_gather(Gather())
+    unit.set_custom_reduce_scatter(Scatter())
 
 
 parallelism = DpShard()

@@ -28,11 +28,20 @@ def require_ids(batch: Batch, vocab_size: int) -> None:
 
 def require_targets(batch: Batch, outputs: Any) -> None:
     """Raises DataError for targets that are no class of `outputs`, which are logits or bring the head's weight."""
-    head = getattr(outputs, "head_VD", None)
-    logits = outputs if isinstance(outputs, torch.Tensor) and outputs.ndim >= 2 else None
     key = next((key for key in _TARGETS if key in batch), None)
-    if key is not None and (head is not None or logits is not None):
-        _require(repr(key), batch[key], int(head.shape[0] if head is not None else logits.shape[-1]), classes=True)
+    num_classes = _num_classes(outputs)
+    if key is not None and num_classes:
+        _require(repr(key), batch[key], num_classes, classes=True)
+
+
+def _num_classes(outputs: Any) -> int:
+    """0: they do not say."""
+    vocabulary, head = getattr(outputs, "vocabulary", None), getattr(outputs, "head_VD", None)
+    if vocabulary is not None:
+        return sum(vocabulary.sizes)
+    if head is not None:
+        return int(head.shape[0])
+    return outputs.shape[-1] if isinstance(outputs, torch.Tensor) and outputs.ndim >= 2 else 0
 
 
 def require_looked_up(batch: Batch, error: Exception) -> None:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from phalanx.core.errors import LayoutError, PhalanxError
+from phalanx.core.errors import PhalanxError
 from phalanx.core.phases import Phases
-from phalanx.mesh.logical import LogicalShard, local_tensor, module_shards
+from phalanx.mesh.logical import LogicalShard, full_name
 from phalanx.mesh.mesh import Mesh
+from phalanx.mesh.tensor_group import VocabularyLogits
 from phalanx.parallel.calling import NamedTensors, call_with_batch, describe_batch
+from phalanx.parallel.drawing import Drawing
+from phalanx.parallel.gradients import Held, held_by, own_squares
 from phalanx.parallel.indices import TAKES_CLASSES, require_ids, require_looked_up, require_targets
+from phalanx.parallel.loss_scale import loss_scale_of
 from phalanx.parallel.protocol import Workpiece
-from phalanx.parallel.saved import SavedBytes
-from phalanx.plan.planner import Plan
+from phalanx.parallel.returned import require_sums
+from phalanx.parallel.saved import SavedBytes, is_counted
+from phalanx.plan.plan import Plan
 
 Batch = Mapping[str, torch.Tensor]
 Objective = Callable[[Any, Batch], tuple[torch.Tensor, torch.Tensor]]
@@ -45,58 +50,34 @@ class StepFacts:
     grad_norm: float
     finite: bool
     votes: tuple[float, ...] = ()
+    sent_bytes: int = 0
+    """Bytes that this rank sent to reduce gradients."""
+    sent_tp_bytes: int = 0
+    """Bytes that this rank sent to those that work on the same samples; 0 in compiled code, where nobody counts."""
+    loss_scale: float = 0.0
+    """What the loss of this step was multiplied by; 0: nothing was scaled."""
+    scale_adapts: bool = False
 
     @property
     def reason_to_skip(self) -> str | None:
-        """Why the step must not be applied, or None."""
+        """Why the step must not be applied, or None. "overflow" is one that a smaller loss scale answers."""
         if self.num_targets == 0:
             return "no_targets"
-        return None if self.finite else "nonfinite_gradients"
+        if self.finite:
+            return None
+        return "overflow" if self.scale_adapts else "nonfinite_gradients"
 
     @property
     def usable(self) -> bool:
         return self.reason_to_skip is None
 
 
-NORM_PIECE = 1 << 16  # elements
+READS_PARTS = "reads_vocabulary_parts"  # what an objective has that can do with a part of the logits
 
 
-def _pieces(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-    """`gradients` cut small: the CPU's norm adds squares one after another in fp32 and loses 0.2 % of 50 M elements."""
-    if gradients[0].device.type != "cpu":
-        return gradients
-    return [piece for gradient in gradients for piece in gradient.reshape(-1).split(NORM_PIECE)]
-
-
-def _norm_dtype(gradients: list[torch.Tensor]) -> torch.dtype:
-    """At least fp32: a norm of half-precision gradients in their own type has three digits."""
-    wide = torch.float32
-    for gradient in gradients:
-        wide = torch.promote_types(wide, gradient.dtype)
-    return wide
-
-
-def _require_sums(found: Any) -> None:
-    """An objective returns (loss_sum, num_targets); what is easily returned instead is a mean loss."""
-    fix = "return (loss_sum, num_targets): the sum of the losses, a tensor of no dimensions, and how many they are"
-    if not isinstance(found, tuple) or len(found) != 2:
-        raise LayoutError(f"the objective returned {_kind(found)}", fix=fix)
-    loss, targets = found
-    if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.is_floating_point():
-        raise LayoutError(f"the objective's loss_sum is {_kind(loss)}", fix=fix)
-    if (isinstance(targets, torch.Tensor) and targets.ndim) or not isinstance(targets, torch.Tensor | int | float):
-        raise LayoutError(f"the objective's num_targets is {_kind(targets)}", fix=fix)
-    if torch.is_grad_enabled() and not loss.requires_grad:
-        raise LayoutError(
-            "the objective's loss_sum has no gradient",
-            fix="compute it from the model's outputs with torch, without detach(), item() or no_grad",
-        )
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
-    return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, tuple | list) else "")
+def _together(outputs: Any) -> Any:
+    """Logits of the whole vocabulary, where tensor parallelism has cut it."""
+    return outputs.gathered() if isinstance(outputs, VocabularyLogits) else outputs
 
 
 class ParallelModel:
@@ -109,15 +90,28 @@ class ParallelModel:
         self.phases: Phases = piece.phases
         self.module: nn.Module = piece.root.module
         self.saved_bytes: int | None = None
-        """Bytes autograd kept in the first microbatch; None before it, and where blocks are recomputed or compiled."""
-        self._count_saved = piece.plan.recompute == "none" and not piece.plan.compile
+        """Bytes autograd kept in the first microbatch; None before it, and where they are out of sight (is_counted)."""
+        self._count_saved = is_counted(piece.plan)
+        self._held: dict[str, tuple[Held, ...]] | None = None
+        self._sent_tp_bytes = 0.0  # of the step under way
+        self.step = 0
+        """The last one that was begun."""
+        self._drawing = Drawing(self.module, piece)
         # Gradients are reduced after division by this constant; finish_step applies the exact token factor.
         self._constant = float(piece.plan.targets_per_rank)
+        self.loss_scale = loss_scale_of(piece.plan)
+        if piece.compression is not None:
+            piece.compression.loss_scale = self.loss_scale
+
+    @property
+    def left_to_torch(self) -> Mapping[str, str]:
+        """What draws as torch does, and so depends on the layout: name -> why. Known once a step was done."""
+        return self._piece.draws.left_to_torch
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, on this rank's inputs."""
         with self._autocast():
-            return self._piece.outer(args, kwargs, None)
+            return self._piece.outer(args, kwargs, _together)
 
     def call_then(self, batch: Batch, then: Callable[[Any], Any]) -> Any:
         """`then(outputs)` of one forward, run while a sharded model's outermost weights are still whole."""
@@ -127,12 +121,11 @@ class ParallelModel:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters an optimizer updates: this rank's shards, as DTensors where they are sharded."""
-        self._piece.rest()
-        return self.module.parameters()
+        return (parameter for _, parameter in self.named_parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         self._piece.rest()
-        return self.module.named_parameters()
+        return self._piece.trained.named(self.module)
 
     def train(self, mode: bool = True) -> None:
         self._piece.outer.train(mode)
@@ -141,38 +134,91 @@ class ParallelModel:
         """Parameters and persistent buffers of this rank by full-model name; tied tensors appear once."""
         return self._shards()[0]
 
+    def trained_shards(self) -> dict[str, LogicalShard]:
+        """Of what `named_parameters` gives, which may be less of each parameter than the rank holds."""
+        found = self.shards()
+        for raw_name, part in self._piece.trained.named_parts(self.module):
+            name = full_name(raw_name)
+            found[name] = self._piece.place.shard(name, part)
+        return found
+
     def aliases(self) -> dict[str, str]:
         """Names of tied tensors -> the name they are stored under."""
         return self._shards()[1]
 
+    def reduction_shards(self) -> dict[str, LogicalShard]:
+        """What compressing gradients keeps between steps, as `comm/<parameter>/<slot>`."""
+        return {} if self._piece.compression is None else self._piece.compression.shards(self.shards(), self.mesh)
+
+    def unsent_gradients(self) -> dict[str, torch.Tensor]:
+        """What compressing has kept back on this rank, by name, in the units in which gradients are reduced."""
+        return {} if self._piece.compression is None else self._piece.compression.errors()
+
+    @property
+    def plain_bytes(self) -> int:
+        """What `StepFacts.sent_bytes` would be with uncompressed gradients in fp32; 0 where nobody knows."""
+        return self._piece.traffic.plain_bytes
+
     def _shards(self) -> tuple[dict[str, LogicalShard], dict[str, str]]:
         self._piece.rest()
-        return module_shards(self.module, replica=self.mesh.rank, num_replicas=self.mesh.world_size)
+        return self._piece.shards()
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if not self._piece.autocast or self.plan.precision == "fp32":
             return nullcontext()
         return torch.autocast(self.mesh.device.type, self._piece.compute_dtype)
 
-    def forward_backward(self, microbatches: Sequence[Batch], objective: Objective) -> StepSums:
+    def forward_backward(
+        self, microbatches: Sequence[Batch], objective: Objective, *, step: int | None = None
+    ) -> StepSums:
         """Accumulate gradients over `microbatches`; ranks communicate during the last one only.
 
         Every rank must hand in the same number of microbatches. Returns local sums; `finish_step` makes them a step.
+        What dropout drops is a function of `step`, the last one's number plus one if it is not given.
         """
         assert microbatches, "a step needs at least one microbatch"
+        self.step = self.step + 1 if step is None else step
+        self._drawing.begin_step()
+        self._piece.trained.require_published()
+        sent_before = self._sent_over_tp()
         device = self.mesh.device
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         num_targets = torch.zeros((), dtype=torch.float64, device=device)
         for index, batch in enumerate(microbatches):
-            with self._piece.sync(index == len(microbatches) - 1):
-                with self.phases("forward"), self._counting_once():
+            with self._piece.sync(index == len(microbatches) - 1), self._drawing.microbatch(self.step, index, batch):
+                with self.phases("forward"), self._counting_once(), self._drawing.forward():
                     loss, targets = self._loss(batch, objective)
                 with self.phases("backward"):
-                    (loss / self._constant).backward()
+                    self._scaled(loss / self._constant).backward()
                     self._piece.after_backward()
             loss_sum += loss.detach()
             num_targets += targets
+        self._sent_tp_bytes += self._sent_over_tp() - sent_before
+        self._drawing.end_step()
+        self._piece.trained.hand_over()
         return StepSums(loss_sum, num_targets)
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """`optimizer.step()`, after which every rank sees what all ranks updated. Collective."""
+        self._piece.trained.require_parts(optimizer)
+        optimizer.step()
+        self._piece.trained.publish()
+
+    def refresh(self) -> None:
+        """After weights were written into `shards()`: what an optimizer has of them elsewhere follows."""
+        self._piece.trained.refresh()
+
+    @property
+    def unused_parameters(self) -> frozenset[str]:
+        """Names of those that had no part in a loss of this rank so far, where parallel.unused_parameters allows it."""
+        return frozenset(self._piece.unused)
+
+    def _sent_over_tp(self) -> float:
+        group = self._piece.tensor_group
+        return 0.0 if group is None or self.plan.compile else group.sent_bytes
+
+    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss if self.loss_scale is None else loss * self.loss_scale.scale
 
     @contextmanager
     def _counting_once(self) -> Iterator[None]:
@@ -205,6 +251,8 @@ class ParallelModel:
         batch = NamedTensors({key: t.to(self.mesh.device, non_blocking=True) for key, t in given.items()})
 
         def loss_of(outputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            if not getattr(objective, READS_PARTS, False):
+                outputs = _together(outputs)
             if getattr(objective, TAKES_CLASSES, False):
                 require_targets(given, outputs)
             return objective(outputs, batch)
@@ -215,8 +263,10 @@ class ParallelModel:
             if not isinstance(error, PhalanxError):
                 require_looked_up(given, error)
                 error.add_note(f"the batch: {describe_batch(batch)}")
+                if self._piece.cuts:
+                    error.add_note("tp has cut parameters by rules: a view that counts heads or features needs divide=")
             raise
-        _require_sums(found)
+        require_sums(found)
         loss, targets = found
         return loss, targets
 
@@ -226,23 +276,21 @@ class ParallelModel:
 
         Then gradients become those of sum(loss) / sum(targets), scaled down to `max_norm` if their norm exceeds it.
         """
+        sent_before = self._sent_over_tp()
+        self._piece.before_finish(self.named_parameters())
+        sent_tp_bytes = round(self._sent_tp_bytes + self._sent_over_tp() - sent_before)
+        self._sent_tp_bytes = 0.0
         with self.phases("optimizer"):
-            gradients = [local_tensor(p.grad) for p in self.parameters() if p.grad is not None]
-            gradients = [g for g in gradients if g.numel()]
-            squares = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-            if gradients:
-                norms = torch._foreach_norm(_pieces(gradients), 2, dtype=_norm_dtype(gradients))
-                squares = torch.stack(norms).double().square().sum()
-            # Ranks that hold the same gradient each bring an equal part of its square.
-            squares = squares / self.plan.layout.dp_replicate
-            vector = torch.stack((sums.loss_sum, sums.num_targets, squares))
+            gradients, squares = self._gradients()
+            vector = torch.stack((*self._counted(sums), squares))
             vector = torch.cat((vector, torch.tensor(votes, dtype=torch.float64, device=vector.device)))
         with self.phases("collective", "all_reduce step facts"):
             self.mesh.all_reduce_sum(vector)
             loss_sum, num_targets, total_squares, *reduced = vector.tolist()
+        sent_bytes, scale = self._piece.traffic.take(), self.loss_scale
         if num_targets == 0:
-            return StepFacts(0.0, 0, 0.0, True, tuple(reduced))
-        factor = self.plan.layout.data_parallel_size * self._constant / num_targets
+            return StepFacts(0.0, 0, 0.0, True, tuple(reduced), sent_bytes, sent_tp_bytes)
+        factor = self.plan.layout.data_parallel_size * self._constant / num_targets / (scale.scale if scale else 1.0)
         norm = factor * total_squares**0.5
         loss = loss_sum / num_targets
         finite = norm - norm == 0.0 and loss - loss == 0.0  # false for NaN and infinities
@@ -252,10 +300,27 @@ class ParallelModel:
             if factor != 1.0:
                 with self.phases("optimizer"):
                     torch._foreach_mul_(gradients, factor)
-        return StepFacts(loss, int(num_targets), norm, finite, tuple(reduced))
+        facts = StepFacts(loss, int(num_targets), norm, finite, tuple(reduced), sent_bytes, sent_tp_bytes)
+        if scale is not None:
+            facts = replace(facts, loss_scale=scale.scale, scale_adapts=scale.is_dynamic)
+            scale.after(finite=finite)
+        return facts
+
+    def _gradients(self) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """(this rank's gradients, its part of the sum of their squares)."""
+        if self._held is None:
+            self._held = {name: held_by(shard) for name, shard in self.trained_shards().items()}
+        gradients, squares = own_squares(self.named_parameters(), self._held)
+        return gradients, squares.to(self.mesh.device)
+
+    def _counted(self, sums: StepSums) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ranks that read the same samples have the same sums: one of them counts."""
+        if self.mesh.counts_samples:
+            return sums.loss_sum, sums.num_targets
+        return torch.zeros_like(sums.loss_sum), torch.zeros_like(sums.num_targets)
 
     def reduce_sums(self, sums: StepSums) -> tuple[float, int]:
         """(loss per target, number of targets) over all ranks."""
-        vector = self.mesh.all_reduce_sum(torch.stack((sums.loss_sum, sums.num_targets)))
+        vector = self.mesh.all_reduce_sum(torch.stack(self._counted(sums)))
         loss_sum, num_targets = vector.tolist()
         return (loss_sum / num_targets if num_targets else float("nan")), int(num_targets)

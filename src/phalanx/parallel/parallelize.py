@@ -7,17 +7,18 @@ import importlib
 import torch
 import xxhash
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from phalanx.core.errors import LayoutError
 from phalanx.core.phases import Phases
 from phalanx.core.registry import names
 from phalanx.mesh.blocks import find_blocks
-from phalanx.mesh.logical import module_shards
 from phalanx.mesh.mesh import Mesh
+from phalanx.parallel.draws import Draws
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.protocol import Parallelism, Root, Workpiece
-from phalanx.plan.planner import Plan
+from phalanx.plan.plan import Plan
 
 
 def transforms() -> list[Parallelism]:
@@ -62,8 +63,8 @@ def parallelize(
         if done:
             return
         done = True
-        root.to_empty(device=mesh.device)
-        shards, _ = module_shards(module, replica=mesh.rank, num_replicas=mesh.world_size)
+        _allocate(root, mesh.device, parameters_on_host=plan.data_parallel.parameters_on_host)
+        shards, _ = piece.shards()
         with torch.no_grad():
             module.initialize(shards, plan.seed if seed is None else seed)  # type: ignore[operator]
 
@@ -75,6 +76,7 @@ def parallelize(
         blocks=find_blocks(module),
         outer=root,
         materialize=materialize,
+        draws=Draws(plan.seed if seed is None else seed),
     )
     if not piece.blocks and (plan.recompute != "none" or plan.compile):
         raise LayoutError(
@@ -85,7 +87,22 @@ def parallelize(
         if transform.wanted(plan):
             transform.apply(piece)
     materialize()
+    piece.trained.watch()
     return ParallelModel(piece)
+
+
+def _allocate(root: nn.Module, device: torch.device, *, parameters_on_host: bool) -> None:
+    """Give tensors on the meta device memory, without values. FSDP wants shards that it moves itself on the host."""
+    if not parameters_on_host:
+        root.to_empty(device=device)
+        return
+    root.to_empty(device="cpu")
+    for part in root.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            if not isinstance(parameter, DTensor):
+                part.register_parameter(name, nn.Parameter(parameter.to(device), parameter.requires_grad))
+        for name, buffer in part.named_buffers(recurse=False):
+            part.register_buffer(name, buffer.to(device), persistent=name not in part._non_persistent_buffers_set)
 
 
 def _fingerprint(module: nn.Module) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -12,8 +12,16 @@ import torch
 from torch import nn
 
 from phalanx.core.phases import Phases
+from phalanx.mesh.logical import Cut, LogicalShard, Place, module_shards
 from phalanx.mesh.mesh import Mesh
-from phalanx.plan.planner import Plan
+from phalanx.mesh.tensor_group import TensorGroup
+from phalanx.parallel.compression import Compression
+from phalanx.parallel.draws import Draws
+from phalanx.parallel.trained import Trained
+from phalanx.parallel.wire import Traffic
+from phalanx.plan.plan import Plan
+
+Named = Iterable[tuple[str, nn.Parameter]]
 
 
 class Order(IntEnum):
@@ -22,9 +30,12 @@ class Order(IntEnum):
     SPLIT = 1  # pipeline stages
     SHARD = 2  # tensor and expert parallelism
     STATISTICS = 3  # layers that must see what all ranks see
-    RECOMPUTE = 4
-    COMPILE = 5
-    DATA = 6  # data parallelism wraps what is left
+    DROPOUT = 4
+    RECOMPUTE = 5
+    COMPILE = 6
+    DATA = 7  # data parallelism wraps what is left
+    UPDATE = 8  # what the optimizer gets to see of it
+    OFFLOAD = 9  # where it sees it
 
 
 class Root(nn.Module):
@@ -55,13 +66,31 @@ class Workpiece:
     outer: nn.Module  # what is called; `root`, or a wrapper around it
     sync: Callable[[bool], AbstractContextManager[None]] = lambda on: nullcontext()
     after_backward: Callable[[], None] = lambda: None
+    draws: Draws = field(default_factory=lambda: Draws(seed=0))
     autocast: bool = True  # False where a transform itself casts parameters and inputs
     materialize: Callable[[], None] = lambda: None
+    traffic: Traffic = field(default_factory=Traffic)
+    compression: Compression | None = None
     rest: Callable[[], None] = lambda: None  # gives weights back that a forward without a backward left gathered
+    cuts: Mapping[str, Cut] = field(default_factory=dict)  # what tensor parallelism has cut, by full name
+    before_finish: Callable[[Named], None] = lambda named: None  # when all gradients of a step are there
+    tensor_group: TensorGroup | None = None
+    trained: Trained = field(default_factory=Trained)
+    unused: set[str] = field(default_factory=set)  # parameters without part in a loss, where that is allowed
+
+    def shards(self) -> tuple[dict[str, LogicalShard], dict[str, str]]:
+        """Of parameters and persistent buffers as they are now, by full-model name; aliases of tied tensors."""
+        return module_shards(self.root.module, self.place)
+
+    @property
+    def place(self) -> Place:
+        """Where this rank stands among those that hold the same."""
+        mesh = self.mesh
+        return Place(mesh.rank, mesh.world_size, self.cuts, mesh.coordinates["tp"], self.plan.layout.tp)
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.plan.precision == "bf16" else torch.float32
+        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.plan.precision, torch.float32)
 
 
 class Parallelism(Protocol):

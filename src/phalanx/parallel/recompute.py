@@ -1,107 +1,72 @@
-"""Recompute: a block keeps its inputs and computes the rest again in the backward."""
+"""Recompute: blocks keep little from the forward and compute the rest again in the backward, as the plan says."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.core.errors import LayoutError
-from phalanx.parallel.batchnorm import Synchronised, Tape
 from phalanx.parallel.protocol import Order, Workpiece
-from phalanx.plan.planner import Plan
+from phalanx.parallel.stretch import Stretch
+from phalanx.parallel.twice import contexts_of, selective_contexts
+from phalanx.plan.plan import Plan
+from phalanx.plan.segments import Segment, segments_of
 
 
 class Recompute:
     order = Order.RECOMPUTE
 
     def wanted(self, plan: Plan) -> bool:
-        return plan.recompute == "full"
+        return plan.recompute != "none"
 
     def apply(self, piece: Workpiece) -> None:
-        """Replaces each block's forward; no wrapper module, so that names stay the user's own."""
-        for block in piece.blocks:
-            options: dict[str, Any] = {}
+        """Replaces blocks' forwards; no wrapper module, so that names stay the user's own."""
+        for segment in planned_segments(piece.plan, len(piece.blocks)):
+            blocks = piece.blocks[segment.start : segment.stop]
             if piece.plan.compile:
-                _refuse_batchnorm(block)
-            elif any(True for _ in block.buffers()):
-                options = {"context_fn": _contexts(block)}
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
+                _refuse_uncompilable(blocks)
+            if len(blocks) > 1:
+                Stretch(blocks, piece.draws).apply()
+            else:
+                _recompute(blocks[0], segment, piece)
 
 
-def _refuse_batchnorm(block: nn.Module) -> None:
-    if any(isinstance(module, _BatchNorm) for module in block.modules()):
+def planned_segments(plan: Plan, num_blocks: int) -> tuple[Segment, ...]:
+    """Those of the plan; of a module with other blocks than were planned for, what the mode says of these."""
+    num_planned = plan.model_shape.num_layers
+    if num_blocks == num_planned:
+        return plan.recompute_segments
+    if plan.recompute == "budget":
         raise LayoutError(
-            f"{type(block).__name__} has BatchNorm, which cannot be compiled and recomputed together",
-            fix="set train.compile=false or train.recompute=none",
+            f"train.recompute=budget is planned for {num_planned} blocks and the module has {num_blocks}",
+            fix="set train.recompute to selective, full, every-k or sqrt",
         )
+    return segments_of(plan.recompute, num_blocks, plan.recompute_every)
 
 
-def _contexts(block: nn.Module) -> Callable[[], tuple[_First, _Again]]:
-    """What the two forwards of a block with buffers run in: its running statistics must move once."""
-    norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
-    own = {id(buffer) for norm in norms for buffer in norm.buffers()}
-    others = {name: buffer for name, buffer in block.named_buffers() if id(buffer) not in own}
-
-    def contexts() -> tuple[_First, _Again]:
-        tape = Tape()
-        return _First(type(block).__name__, norms, others, tape), _Again(norms, tape)
-
-    return contexts
+def _recompute(block: nn.Module, segment: Segment, piece: Workpiece) -> None:
+    options: dict[str, Any] = {"context_fn": contexts_of(block, segment.mode, piece.draws)}
+    if piece.plan.compile:  # a compiler follows torch's own contexts, and no others
+        options = {"context_fn": selective_contexts} if segment.mode == "selective" else {}
+    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
 
 
-class _First:
-    """The forward: synchronised BatchNorms record; a buffer that changes cannot be recomputed, and is refused."""
-
-    def __init__(self, block: str, norms: Sequence[_BatchNorm], others: Mapping[str, torch.Tensor], tape: Tape) -> None:
-        self._block, self._norms, self._others, self._tape = block, norms, others, tape
-        self._versions: dict[str, int] = {}
-
-    def __enter__(self) -> None:
-        self._versions = {name: buffer._version for name, buffer in self._others.items()}
-        _hand_out(self._norms, self._tape)
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        _hand_out(self._norms, None)
-        changed = [name for name, buffer in self._others.items() if buffer._version != self._versions[name]]
-        if kind is None and changed and torch.is_grad_enabled():
+def _refuse_uncompilable(blocks: list[nn.Module]) -> None:
+    for block in blocks:
+        if any(isinstance(module, _BatchNorm) for module in block.modules()):
             raise LayoutError(
-                f"the forward of {self._block} changes its buffer {changed[0]}, and recomputing would change it twice",
-                fix="set train.recompute=none",
+                f"{type(block).__name__} has BatchNorm, which cannot be compiled and recomputed together",
+                fix="set train.compile=false or train.recompute=none",
             )
-
-
-class _Again:
-    """The recomputation: the statistics of the forward, and running ones that stay."""
-
-    def __init__(self, norms: Sequence[_BatchNorm], tape: Tape) -> None:
-        self._norms, self._tape = norms, tape
-        self._plain = [norm for norm in norms if not isinstance(norm, Synchronised)]
-        self._kept: list[tuple[float | None, torch.Tensor | None]] = []
-
-    def __enter__(self) -> None:
-        self._tape.replay_at = 0
-        _hand_out(self._norms, self._tape)
-        self._kept = [(norm.momentum, norm.num_batches_tracked) for norm in self._plain]
-        for norm in self._plain:  # the same kernel, whose running statistics move by nothing
-            norm.momentum, norm.num_batches_tracked = 0.0, None
-
-    def __exit__(self, *_: object) -> None:
-        _hand_out(self._norms, None)
-        for norm, (momentum, count) in zip(self._plain, self._kept, strict=True):
-            norm.momentum, norm.num_batches_tracked = momentum, count
-
-
-def _hand_out(norms: Sequence[_BatchNorm], tape: Tape | None) -> None:
-    for norm in norms:
-        if isinstance(norm, Synchronised):
-            norm._tape = tape
+    if len(blocks) > 1:
+        raise LayoutError(
+            "train.recompute=sqrt redoes several blocks at once, and train.compile compiles each by itself",
+            fix="set train.compile=false or train.recompute=full",
+        )
 
 
 parallelism = Recompute()

@@ -8,6 +8,13 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from phalanx.plan.plan import Plan
+
+
+def is_counted(plan: Plan) -> bool:
+    """False where other hooks, or a compiler, take what autograd saves out of sight."""
+    return not (plan.recompute != "none" or plan.offload_activations or plan.compile)
+
 
 class SavedBytes:
     """Bytes of the storages that autograd saved, each once, parameters left out."""

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from phalanx.core.errors import LayoutError
 from phalanx.parallel.batchnorm import AnyDimensions, Ranks, Synchronised
 from phalanx.parallel.protocol import Order, Workpiece
-from phalanx.plan.planner import Plan
+from phalanx.plan.plan import Plan
 
 DERIVE = "derive it from nn.BatchNorm1d, 2d or 3d: phalanx synchronises those"
 
@@ -25,15 +25,16 @@ class SyncBatchNorm:
 
     def wanted(self, plan: Plan) -> bool:
         """Also where nothing is synchronised but FSDP casts weights to bf16: torch's kernel takes no mixture."""
-        casts = plan.layout.dp_shard > 1 and plan.precision != "fp32"
+        casts = plan.layout.dp_shard > 1 and plan.zero_stage >= 2 and plan.precision != "fp32"
         return plan.layout.data_parallel_size > 1 and (plan.sync_batchnorm or casts)
 
     def apply(self, piece: Workpiece) -> None:
-        layout = piece.plan.layout
-        assert layout.data_parallel_size == layout.world_size, "the statistics of a part of the ranks are not built"
-        for name, module in piece.root.module.named_modules():
-            if isinstance(module, _BatchNorm):
-                _synchronise(name, module, Ranks(piece.phases, all=piece.plan.sync_batchnorm))
+        norms = [item for item in piece.root.module.named_modules() if isinstance(item[1], _BatchNorm)]
+        if not norms:
+            return
+        ranks = Ranks(piece.phases, piece.plan.sync_batchnorm, piece.mesh.data_parallel_group())
+        for name, module in norms:
+            _synchronise(name, module, ranks)
 
 
 def _synchronise(name: str, module: _BatchNorm, ranks: Ranks) -> None:

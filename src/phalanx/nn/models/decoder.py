@@ -19,6 +19,7 @@ from phalanx.nn.init import initialize_shards
 from phalanx.nn.norms import build_norm
 from phalanx.nn.objective import CausalOutput, Objective, causal_cross_entropy
 from phalanx.nn.rotary import rotary_table
+from phalanx.plan.rules import rules_of
 
 
 class Decoder(nn.Module):
@@ -28,9 +29,12 @@ class Decoder(nn.Module):
 
     block_inputs_are_cast = True  # the embedding's output is in the compute type, and so is all that follows
 
+    is_per_token_outside_regions = True  # norms and residuals: a rank may have a part of the sequence there
+
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.shape = shape
+        self.shard_rules = rules_of(shape)
         self.embed = nn.Embedding(shape.vocab_size, shape.dim)
         learned = shape.positions == "learned"
         self.embed_positions = nn.Embedding(shape.max_positions, shape.dim) if learned else None
@@ -47,7 +51,7 @@ class Decoder(nn.Module):
         x_BTD = self._embed(inputs, positions)
         # Blocks with a sliding window and blocks without: what one kind needs is made once.
         tables = {local: self._table(positions, x_BTD.dtype, local) for local in self._kinds()}
-        masks = {local: self._mask(x_BTD, document_ids, local) for local in self._kinds()}
+        masks = {local: self._mask(inputs.shape[1], x_BTD, document_ids, local) for local in self._kinds()}
         for block in self.blocks:
             local = block.is_local
             x_BTD = block(x_BTD, tables[local], positions, document_ids, masks[local])
@@ -72,9 +76,11 @@ class Decoder(nn.Module):
             return None
         return rotary_table(positions, self.shape, dtype, local=local)
 
-    def _mask(self, x_BTD: torch.Tensor, document_ids: torch.Tensor | None, local: bool) -> torch.Tensor | None:
+    def _mask(
+        self, num_tokens: int, x_BTD: torch.Tensor, document_ids: torch.Tensor | None, local: bool
+    ) -> torch.Tensor | None:
         window = self.shape.sliding_window if local else 0
-        return attention_mask(x_BTD.shape[1], window, document_ids, x_BTD.dtype, x_BTD.device)
+        return attention_mask(num_tokens, window, document_ids, x_BTD.dtype, x_BTD.device)
 
     def initialize(self, shards: Mapping[str, LogicalShard], seed: int) -> None:
         """Fill this rank's shards."""

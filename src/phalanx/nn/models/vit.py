@@ -17,6 +17,7 @@ from phalanx.nn.block import Block, init_rules
 from phalanx.nn.init import initialize_shards
 from phalanx.nn.norms import build_norm
 from phalanx.nn.objective import Objective, classification_cross_entropy
+from phalanx.plan.rules import rules_of
 
 
 class VisionTransformer(nn.Module):
@@ -29,6 +30,7 @@ class VisionTransformer(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.shape = shape
+        self.shard_rules = rules_of(shape)
         self.patch = nn.Conv2d(shape.num_channels, shape.dim, shape.patch_size, stride=shape.patch_size)
         with_class = shape.pooling == "class_token"
         self.embed_class = nn.Parameter(torch.empty(shape.dim)) if with_class else None

@@ -1,0 +1,136 @@
+"""Gradients of data parallelism, compressed on their way: the hook a job names, and what it keeps between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from phalanx.core.registry import resolve
+from phalanx.mesh.logical import Box, LogicalShard, dtype_name, full_name, shard_of
+from phalanx.mesh.mesh import Mesh
+from phalanx.parallel.hooks._protocol import ERROR, Gradient, Hook, Settings
+from phalanx.parallel.loss_scale import LossScale
+from phalanx.parallel.wire import Wire, all_reduce_bytes
+from phalanx.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from phalanx.parallel.protocol import Workpiece
+
+HOOKS = "phalanx.parallel.hooks"
+STATE = "comm/"  # what the names of its state begin with
+
+
+class Compression:
+    """One hook over the parameters of a model, which every rank of `wire` holds whole.
+
+    The state exists from the start. A parameter's error is in the units of its gradient without loss scaling. The rank
+    that sees a gradient which is not finite keeps the error it had; of a step that is not applied for another reason,
+    what was sent is lost and what was not is kept.
+    """
+
+    def __init__(self, hook: Hook, named_parameters: Iterable[tuple[str, nn.Parameter]], wire: Wire) -> None:
+        self.loss_scale: LossScale | None = None
+        self._hook, self._wire = hook, wire
+        self._names: dict[nn.Parameter, str] = {}
+        self._slots: dict[str, dict[str, torch.Tensor]] = {}
+        for raw_name, parameter in named_parameters:
+            if not parameter.requires_grad:
+                continue
+            name, whole = full_name(raw_name), parameter.detach()
+            self._names[parameter] = name
+            own = {ERROR: torch.zeros_like(whole)} if hook.keeps_error else {}
+            self._slots[name] = own | hook.shared_slots(name, whole)
+
+    def attach(self, ddp: DistributedDataParallel) -> None:
+        """From now on `ddp` reduces its buckets through the hook."""
+        stream = torch.cuda.Stream() if next(iter(self._names)).is_cuda else None
+
+        def reduce_bucket(state, bucket):  # type: ignore[no-untyped-def]  # torch reads annotations, and knows no strings
+            buffer = bucket.buffer()
+            if stream is None:
+                self.reduce(bucket.parameters(), bucket.gradients())
+                done: Any = torch.futures.Future()
+                done.set_result(buffer)
+                return done
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):  # beside the backward; DDP waits for the future before gradients are used
+                self.reduce(bucket.parameters(), bucket.gradients())
+                done = torch.futures.Future(devices=[buffer.device])
+                done.set_result(buffer)
+            return done
+
+        ddp.register_comm_hook(None, reduce_bucket)
+
+    @torch.no_grad()
+    def reduce(self, parameters: Iterable[nn.Parameter], tensors: Iterable[torch.Tensor]) -> None:
+        """Make each of `tensors`, gradients of `parameters`, the mean over ranks; in place. Collective."""
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
+        gradients = []
+        for parameter, tensor in zip(parameters, tensors, strict=True):
+            if tensor.numel():
+                name = self._names[parameter]
+                gradients.append(Gradient(name, tensor, self._slots[name]))
+        if not gradients:
+            return
+        if self._hook.keeps_error:
+            for gradient in gradients:
+                gradient.tensor.add_(gradient.slots[ERROR], alpha=scale)
+        kept = self._hook.reduce(gradients, self._wire)
+        for gradient, rest in zip(gradients, kept, strict=self._hook.keeps_error):
+            error = gradient.slots[ERROR]
+            error.copy_(torch.where(rest.isfinite().all(), rest / scale, error))
+
+    def errors(self) -> dict[str, torch.Tensor]:
+        """What this rank has not sent of each parameter's gradient; none for hooks that send all."""
+        return {name: slots[ERROR] for name, slots in self._slots.items() if ERROR in slots}
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the state, on this rank."""
+        return sum(tensor.nbytes for slots in self._slots.values() for tensor in slots.values())
+
+    def shards(self, model: Mapping[str, LogicalShard], mesh: Mesh) -> dict[str, LogicalShard]:
+        """The state as logical tensors `comm/<parameter>/<slot>`.
+
+        Errors differ between ranks: together they are one tensor, [ranks, *parameter], of which each rank holds a row.
+        """
+        found: dict[str, LogicalShard] = {}
+        for name, slots in self._slots.items():
+            for slot, tensor in slots.items():
+                key = f"{STATE}{name}/{slot}"
+                if slot != ERROR:
+                    found[key] = shard_of(key, tensor, replica=mesh.rank, num_replicas=mesh.world_size)
+                    continue
+                owner, row = model[name], self._wire.rank
+                boxes = tuple(
+                    Box((row, *box.global_offset), (0, *box.local_offset), (1, *box.size)) for box in owner.boxes
+                )
+                shape = (self._wire.num_ranks, *owner.global_shape)
+                found[key] = LogicalShard(key, shape, dtype_name(tensor.dtype), boxes, tensor[None])
+        return found
+
+
+def reduce_by_hook(piece: Workpiece, ddp: DistributedDataParallel) -> Callable[[], None]:
+    """Have `ddp` reduce as the plan says; what is returned counts the bytes of a step that torch reduces by itself."""
+    group = piece.mesh.submesh("dp_replicate").get_group()
+    num_bytes = sum(p.nbytes for p in piece.root.parameters() if p.requires_grad)
+    piece.traffic.plain_bytes = round(all_reduce_bytes(num_bytes, group.size()))
+    wire = Wire(group, piece.traffic, piece.phases)
+    piece.compression = compression_of(piece.plan, piece.root.module, wire)
+    if piece.compression is None:
+        return lambda: piece.traffic.all_reduce(num_bytes, group.size())
+    piece.compression.attach(ddp)
+    return lambda: None
+
+
+def compression_of(plan: Plan, module: nn.Module, wire: Wire) -> Compression | None:
+    """What the plan asks for; None where gradients travel as they are."""
+    if plan.compress == "none":
+        return None
+    settings = Settings(plan.compress_rank, plan.compress_fraction, plan.seed)
+    hook: Hook = resolve(plan.compress, HOOKS, "build")(settings)
+    return Compression(hook, module.named_parameters(), wire)

@@ -1,0 +1,199 @@
+"""Dropout that is no layer: F.dropout in a user's forward, attention's and recurrent layers' own, `bernoulli_`.
+
+All of them fill a tensor by one operation of torch (`bernoulli_`; on GPUs also `native_dropout`), which is seen to
+while a module that draws is running. Which do is found in a first microbatch, so that the others pay nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from phalanx.mesh.logical import full_name
+from phalanx.parallel.draws import Surroundings
+from phalanx.parallel.dropout import rows_second
+from phalanx.parallel.protocol import Workpiece
+
+BERNOULLI = torch.ops.aten.bernoulli_.float
+NATIVE_DROPOUT = torch.ops.aten.native_dropout.default
+
+
+class Drawing:
+    """Sees to what a module draws: for which rows, and what it draws besides its dropout layers."""
+
+    def __init__(self, module: nn.Module, piece: Workpiece) -> None:
+        self._module, self._draws, self._mesh = module, piece.draws, piece.mesh
+        self._is_global = piece.plan.dropout == "global"
+        self._names = {part: full_name(name) for name, part in module.named_modules()}
+        self._rows_second = rows_second(module)
+        self._calling: list[str | None] = [None]
+        self._drawing: set[str] = set()
+        self._mode = _ByPlace(self)
+        self._can_look = self._is_global and not piece.plan.compile  # a compiled module is not looked into
+        self._must_look, self._served = self._can_look, ExitStack()
+        self._state: torch.Tensor | None = None
+        self._draws.surroundings = self._surroundings
+
+    def begin_step(self) -> None:
+        known = not self._is_global or self._must_look or bool(self._draws.left_to_torch)
+        self._state = None if known else self._generator()
+
+    def end_step(self) -> None:
+        """If torch's generator moved, and nobody is known to do it, look for who."""
+        if self._state is not None and not torch.equal(self._state, self._generator()):
+            self._must_look = self._can_look
+            if not self._can_look:
+                self._draws.left_to_torch[""] = "compiled code draws random numbers"
+
+    def microbatch(self, step: int, index: int, batch: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
+        """Around forward and backward of the microbatch number `index`, of which every rank has equally many rows."""
+        num_rows = next((len(tensor) for tensor in batch.values() if tensor.ndim), 0)
+        place = index * self._mesh.layout.data_parallel_size + self._mesh.data_parallel_rank
+        return self._draws.microbatch(step, place * num_rows, num_rows)
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around a forward: the first time, everything that draws is found."""
+        if not self._must_look:
+            yield
+            return
+        self._must_look = False
+        self._served.close()
+        with ExitStack() as looking:
+            for part, name in self._names.items():
+                looking.enter_context(self._following(part, name, watch=True))
+            looking.enter_context(self._watching_objective())
+            with self._mode:
+                yield
+        self._serve()
+
+    @contextmanager
+    def _watching_objective(self) -> Iterator[None]:
+        """What moves the generator while no module runs is the objective."""
+        before = self._generator()
+        yield
+        if not self._draws.left_to_torch and not torch.equal(before, self._generator()):
+            self._draws.left_to_torch["objective"] = "it draws random numbers"
+
+    def _surroundings(self) -> Surroundings:
+        """What a recomputation must find: the module that is running, and whether its draws are seen to."""
+        return partial(self._running, self._calling[-1], self._mode.depth > 0)
+
+    @contextmanager
+    def _running(self, name: str | None, is_seen_to: bool) -> Iterator[None]:
+        before = list(self._calling)
+        self._calling.append(name)
+        try:
+            with self._mode if is_seen_to and not self._mode.depth else nullcontext():
+                yield
+        finally:
+            self._calling[:] = before
+
+    def _serve(self) -> None:
+        """From now on only modules that drew, and what is inside of them."""
+        for part, name in self._names.items():
+            if name in self._drawing:
+                self._served.enter_context(self._serving(part))
+            if any(_is_inside(name, other) for other in self._drawing):
+                self._served.enter_context(self._following(part, name))
+
+    @contextmanager
+    def _following(self, part: nn.Module, name: str, *, watch: bool = False) -> Iterator[None]:
+        """Know that `part` is running; with `watch`, whether torch's generator moves meanwhile."""
+        states: list[torch.Tensor] = []
+
+        def enter(*_: object) -> None:
+            self._calling.append(name)
+            if watch:
+                states.append(self._generator())
+
+        def leave(*_: object) -> None:
+            self._calling.pop()
+            if watch and not torch.equal(states.pop(), self._generator()) and not self._knows_inside(name):
+                self._draws.left_to_torch[name] = f"{type(part).__name__} draws random numbers"
+
+        hooks = part.register_forward_pre_hook(enter, prepend=True), part.register_forward_hook(leave, always_call=True)
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _knows_inside(self, name: str) -> bool:
+        return any(_is_inside(other, name) for other in self._draws.left_to_torch)
+
+    @contextmanager
+    def _serving(self, part: nn.Module) -> Iterator[None]:
+        """The mode is on while `part` runs."""
+        active: list[Any] = []
+
+        def enter(*_: object) -> None:
+            active.append(nullcontext() if self._mode.depth else self._mode)
+            active[-1].__enter__()
+
+        def leave(*_: object) -> None:
+            active.pop().__exit__(None, None, None)
+
+        hooks = part.register_forward_pre_hook(enter, prepend=True), part.register_forward_hook(leave, always_call=True)
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def mask(self, keep: float, like: torch.Tensor) -> torch.Tensor | None:
+        """For a draw of the module that is running."""
+        name = self._calling[-1]
+        if name is None:
+            return None
+        rows_dim = int(name in self._rows_second)
+        mask = self._draws.mask(name, keep, like.shape, like.device, rows_dim=rows_dim)
+        if mask is not None:
+            self._drawing.add(name)
+        return mask
+
+    def _generator(self) -> torch.Tensor:
+        if self._mesh.device.type == "cuda":
+            return torch.cuda.get_rng_state(self._mesh.device)
+        return torch.get_rng_state()
+
+
+def _is_inside(name: str, other: str) -> bool:
+    return not other or name == other or name.startswith(f"{other}.")
+
+
+class _ByPlace(TorchDispatchMode):
+    """Fills what torch would fill with draws of its generator."""
+
+    def __init__(self, drawing: Drawing) -> None:
+        super().__init__()
+        self._drawing = drawing
+        self.depth = 0
+
+    def __enter__(self) -> Any:
+        self.depth += 1
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.depth -= 1
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is BERNOULLI and kwargs.get("generator") is None:
+            keep = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+            mask = self._drawing.mask(keep, args[0]) if 0.0 < keep < 1.0 else None
+            if mask is not None:
+                return args[0].copy_(mask)
+        if func is NATIVE_DROPOUT and args[2] and 0.0 < args[1] < 1.0:
+            keep = 1.0 - args[1]
+            mask = self._drawing.mask(keep, args[0])
+            if mask is not None:
+                return (args[0] * mask).mul_(1.0 / keep), mask
+        return func(*args, **kwargs)

@@ -1,0 +1,154 @@
+"""What dropout is a function of: seed, step, row of the batch, the module's name, its call and the place in the row.
+
+Nothing of it depends on the layout. A tensor's rows are those of the microbatch, or a fixed number for each of them
+(tokens, heads); the row's number is that of its sample in the step's global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from phalanx.core.digest import stable_hash64
+from phalanx.mesh.counter import keep_mask
+
+Surroundings = Callable[[], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a dropout layer is given is a part of dimension `dim`: from `offset` on, of `size`."""
+
+    dim: int
+    offset: int
+    size: int
+
+    def place(self, length: int) -> tuple[int, int]:
+        """(where `length` elements begin, of how many they are)."""
+        assert self.offset + length <= self.size, (self, length)
+        return self.offset, self.size
+
+
+@dataclass(frozen=True)
+class EqualPart:
+    """The `index`-th of `count` equal parts of dimension `dim`, however long it is (a sequence, say)."""
+
+    dim: int
+    index: int
+    count: int
+
+    def place(self, length: int) -> tuple[int, int]:
+        """(where `length` elements begin, of how many they are)."""
+        return self.index * length, self.count * length
+
+
+@dataclass
+class Moment:
+    """The forward of a microbatch: which rows of the step's batch this rank has, and how often each name has drawn."""
+
+    step: int
+    first_row: int
+    num_rows: int
+    calls: dict[str, int] = field(default_factory=dict)
+
+    def copy(self) -> Moment:
+        return replace(self, calls=dict(self.calls))
+
+
+class Draws:
+    """The dropout of a model on this rank. `parts`: name of a layer -> what part of its input this rank has.
+
+    `left_to_torch`: name -> why what it draws is torch's own, and so depends on the layout.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.parts: dict[str, Sequence[Part | EqualPart]] = {}
+        self.left_to_torch: dict[str, str] = {}
+        self.require_whole: Callable[[str], None] = lambda name: None
+        """Told who draws; raises where that would be the mask of a part as if it were the whole."""
+        self.surroundings: Callable[[], Surroundings] = lambda: nullcontext
+        """A recomputation begins inside a module: asked in the forward for what must be known there, too."""
+        self._moment: Moment | None = None
+
+    @contextmanager
+    def microbatch(self, step: int, first_row: int, num_rows: int) -> Iterator[None]:
+        """Inside, layers draw for these rows of the batch of `step`; outside of it, torch does."""
+        before, self._moment = self._moment, Moment(step, first_row, num_rows)
+        try:
+            yield
+        finally:
+            self._moment = before
+
+    def mask(
+        self, name: str, keep: float, shape: Sequence[int], device: torch.device, *, rows_dim: int = 0
+    ) -> torch.Tensor | None:
+        """What layer `name` keeps in this call of a tensor of `shape`; None if it has no row for each of the batch."""
+        moment = self._moment
+        if moment is None or not fits(shape, rows_dim, moment.num_rows):
+            return None
+        self.require_whole(name)
+        call = moment.calls.get(name, 0)
+        moment.calls[name] = call + 1
+        if not all(shape):
+            return torch.ones(tuple(shape), dtype=torch.bool, device=device)
+        per_row = shape[rows_dim] // moment.num_rows
+        offsets, whole = [0] * len(shape), list(shape)
+        for part in self.parts.get(name, ()):
+            offsets[part.dim], whole[part.dim] = part.place(shape[part.dim])
+        order = [rows_dim, *(dim for dim in range(len(shape)) if dim != rows_dim)]
+        mask = keep_mask(
+            stable_hash64("dropout", self.seed, moment.step, name, call),
+            keep,
+            (moment.num_rows, per_row, *(shape[dim] for dim in order[1:])),
+            offsets=(moment.first_row, 0, *(offsets[dim] for dim in order[1:])),
+            global_sizes=(moment.num_rows, per_row, *(whole[dim] for dim in order[1:])),
+            device=device,
+        )
+        return mask.view([shape[dim] for dim in order]).movedim(0, rows_dim)
+
+    def again(self) -> tuple[_Noted, _Again]:
+        """What a forward and its recomputation run in: the second draws what the first drew."""
+        noted = _Noted(self)
+        return noted, _Again(self, noted)
+
+
+def fits(shape: Sequence[int], rows_dim: int, num_rows: int) -> bool:
+    """Whether a tensor has a fixed number of rows for each of the microbatch's."""
+    if len(shape) <= rows_dim:
+        return False
+    return shape[rows_dim] % num_rows == 0 if num_rows else shape[rows_dim] == 0
+
+
+class _Noted:
+    def __init__(self, draws: Draws) -> None:
+        self._draws = draws
+        self.began: Moment | None = None
+        self.surroundings: Surroundings = nullcontext
+
+    def __enter__(self) -> None:
+        moment = self._draws._moment
+        self.began, self.surroundings = (moment.copy() if moment else None), self._draws.surroundings()
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class _Again:
+    def __init__(self, draws: Draws, noted: _Noted) -> None:
+        self._draws, self._noted = draws, noted
+        self._before: Moment | None = None
+        self._inside = ExitStack()
+
+    def __enter__(self) -> None:
+        began = self._noted.began
+        self._before, self._draws._moment = self._draws._moment, began.copy() if began else None
+        self._inside.enter_context(self._noted.surroundings())
+
+    def __exit__(self, *error: Any) -> None:
+        self._inside.__exit__(*error)
+        self._draws._moment = self._before

@@ -1,0 +1,174 @@
+"""Dropout that does not depend on the layout: every layer's mask is made by place (`draws`), each rank its own rows.
+
+Modules are not replaced: each becomes an instance of a class derived from its own, so that names, types and hooks stay
+the user's. What draws otherwise (F.dropout in a forward, attention, recurrent layers) is seen to by `drawing`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from phalanx.mesh.logical import full_name
+from phalanx.parallel.draws import Draws
+from phalanx.parallel.protocol import Order, Workpiece
+from phalanx.plan.plan import Plan
+
+SELU_ALPHA = 1.7580993408473766  # SELU's alpha x scale: what alpha dropout puts in place of what it drops
+
+
+class Dropout:
+    order = Order.DROPOUT
+
+    def wanted(self, plan: Plan) -> bool:
+        return plan.dropout == "global"
+
+    def apply(self, piece: Workpiece) -> None:
+        if piece.plan.compile and piece.plan.recompute != "none":
+            return  # a compiled recomputation is the compiler's, and so is what it draws
+        module = piece.root.module
+        time_first = rows_second(module)
+        for name, part in module.named_modules():
+            if isinstance(part, _DropoutNd) and any(isinstance(part, known) for known in _COUNTED):
+                _count(full_name(name), part, piece.draws, rows_dim=int(full_name(name) in time_first))
+
+
+def rows_second(module: nn.Module) -> set[str]:
+    """Layers inside torch's own that have the batch in dimension 1: batch_first=False, and recurrent ones inside."""
+    found = set()
+    for name, part in module.named_modules():
+        if isinstance(part, nn.RNNBase):
+            found.add(full_name(name))
+        is_transformer = isinstance(part, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)
+        if is_transformer and not part.self_attn.batch_first:
+            prefix = f"{name}." if name else ""
+            found |= {full_name(prefix + inner) for inner, layer in part.named_children() if _is_dropout(layer)}
+    return found
+
+
+def _is_dropout(module: nn.Module) -> bool:
+    return isinstance(module, _DropoutNd)
+
+
+class _Counted(_DropoutNd):
+    """Stands between a user's class and torch's: a user's forward still comes first."""
+
+    _draws: Draws
+    _name: str
+    _rows_dim: int = 0
+
+    @torch.compiler.disable
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        shape = self._noise_shape(input)
+        mask = None
+        if self.training and 0.0 < self.p < 1.0 and shape is not None:
+            mask = self._draws.mask(self._name, 1.0 - self.p, shape, input.device, rows_dim=self._rows_dim)
+        if mask is None:
+            return super().forward(input)  # type: ignore[misc, no-any-return]
+        return self._apply_mask(input, mask)
+
+    def _noise_shape(self, input: torch.Tensor) -> tuple[int, ...] | None:
+        """As torch has it; None for what has no batch."""
+        return tuple(input.shape)
+
+    def _apply_mask(self, input: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        scale = 1.0 / (1.0 - self.p)
+        if self.inplace:
+            return input.mul_(mask.to(input.dtype).mul_(scale))
+        output: torch.Tensor = _Masked.apply(input, mask, scale)
+        return output
+
+
+class _OfChannels(_Counted):
+    """One element for a whole channel."""
+
+    _unbatched_ndim = 0
+
+    def _noise_shape(self, input: torch.Tensor) -> tuple[int, ...] | None:
+        if input.ndim < 2 or input.ndim == self._unbatched_ndim:
+            return None
+        return (*input.shape[:2], *(1,) * (input.ndim - 2))
+
+
+class _Alpha(_Counted):
+    """Dropped elements become SELU's least value; mean and variance stay (Klambauer et al. 2017)."""
+
+    def _apply_mask(self, input: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        scale = 1.0 / math.sqrt((SELU_ALPHA**2 * self.p + 1.0) * (1.0 - self.p))
+        noise = mask.to(input.dtype)
+        shift = (noise - 1.0).mul_(SELU_ALPHA * scale).add_(SELU_ALPHA * scale * self.p)
+        noise = noise.mul_(scale)
+        return input.mul_(noise).add_(shift) if self.inplace else input * noise + shift
+
+
+class CountedDropout(_Counted, nn.Dropout):
+    pass
+
+
+class CountedDropout1d(_OfChannels, nn.Dropout1d):
+    _unbatched_ndim = 2
+
+
+class CountedDropout2d(_OfChannels, nn.Dropout2d):
+    pass
+
+
+class CountedDropout3d(_OfChannels, nn.Dropout3d):
+    _unbatched_ndim = 4
+
+
+class CountedAlphaDropout(_Alpha, nn.AlphaDropout):
+    pass
+
+
+class CountedFeatureAlphaDropout(_Alpha, _OfChannels, nn.FeatureAlphaDropout):
+    pass
+
+
+_COUNTED: dict[type[_DropoutNd], type[_Counted]] = {
+    nn.Dropout: CountedDropout,
+    nn.Dropout1d: CountedDropout1d,
+    nn.Dropout2d: CountedDropout2d,
+    nn.Dropout3d: CountedDropout3d,
+    nn.AlphaDropout: CountedAlphaDropout,
+    nn.FeatureAlphaDropout: CountedFeatureAlphaDropout,
+}
+
+
+def _count(name: str, module: _DropoutNd, draws: Draws, *, rows_dim: int) -> None:
+    """Change the class of `module` in place."""
+    module.__class__ = _counted_class(type(module))
+    assert isinstance(module, _Counted)
+    module._draws, module._name, module._rows_dim = draws, name, rows_dim
+
+
+@functools.cache
+def _counted_class(original: type[_DropoutNd]) -> type[_Counted]:
+    if original in _COUNTED:
+        return _COUNTED[original]
+    counted = next(_COUNTED[known] for known in original.__mro__ if known in _COUNTED)
+    bases = (original, counted)  # so that `super().forward` of a user's class finds ours before torch's
+    return type(f"Counted{original.__name__}", bases, {"__module__": original.__module__})
+
+
+class _Masked(torch.autograd.Function):
+    """input x mask x scale. Keeps a byte per element for the backward, not a number."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(mask)
+        ctx.scale = scale
+        return (input * mask).mul_(scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> Any:  # type: ignore[override]
+        (mask,) = ctx.saved_tensors
+        return _Masked.apply(grad_output, mask, ctx.scale), None, None
+
+
+parallelism = Dropout()

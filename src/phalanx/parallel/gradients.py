@@ -1,0 +1,71 @@
+"""The squared norm of the gradients, each element counted once however many ranks hold it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from phalanx.mesh.logical import LogicalShard, full_name, local_tensor
+
+NORM_PIECE = 1 << 16  # elements
+
+
+@dataclass(frozen=True)
+class Held:
+    """A block of what this rank holds of a tensor, and how many ranks hold it alike."""
+
+    where: tuple[slice, ...]
+    num_holders: int
+
+
+def held_by(shard: LogicalShard) -> tuple[Held, ...]:
+    """The whole tensor, unless its blocks are on different numbers of ranks."""
+    counts = {shard.num_replicas * box.num_replicas for box in shard.boxes}
+    if len(counts) <= 1:
+        return tuple(Held((), count) for count in counts)
+    return tuple(
+        Held(
+            tuple(slice(o, o + n) for o, n in zip(box.local_offset, box.size, strict=True)),
+            shard.num_replicas * box.num_replicas,
+        )
+        for box in shard.boxes
+    )
+
+
+def own_squares(
+    named: Iterable[tuple[str, nn.Parameter]], held: Mapping[str, tuple[Held, ...]]
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """(this rank's gradients, its part of their squares). The parts of all ranks add up to the square of the norm."""
+    gradients: list[torch.Tensor] = []
+    by_holders: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for name, parameter in named:
+        if parameter.grad is None or not (gradient := local_tensor(parameter.grad)).numel():
+            continue
+        gradients.append(gradient)
+        for block in held[full_name(name)]:
+            by_holders[block.num_holders].append(gradient[block.where])
+    squares = torch.zeros((), dtype=torch.float64)
+    for holders, some in by_holders.items():
+        norms = torch._foreach_norm(_pieces(some), 2, dtype=_norm_dtype(some))
+        # Ranks that hold the same gradient each bring an equal part of its square.
+        squares = squares.to(norms[0].device) + torch.stack(norms).double().square().sum() / holders
+    return gradients, squares
+
+
+def _pieces(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    """`gradients` cut small: the CPU's norm adds squares one after another in fp32 and loses 0.2 % of 50 M elements."""
+    if gradients[0].device.type != "cpu":
+        return gradients
+    return [piece for gradient in gradients for piece in gradient.reshape(-1).split(NORM_PIECE)]
+
+
+def _norm_dtype(gradients: list[torch.Tensor]) -> torch.dtype:
+    """At least fp32: a norm of half-precision gradients in their own type has three digits."""
+    wide = torch.float32
+    for gradient in gradients:
+        wide = torch.promote_types(wide, gradient.dtype)
+    return wide

@@ -1,0 +1,75 @@
+"""powersgd: a matrix is sent as the product of two thin ones, found by a step of power iteration (Vogels et al. 2019).
+
+With M the mean over ranks of gradient + error, [n, m]: P = M Q is added up and made orthogonal, Q = M^T P is added up,
+and M is taken to be P Q^T. Q is where the next step begins. rank (n + m) numbers travel instead of n m; vectors, and
+matrices for which that is no less, travel as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from phalanx.core.digest import stable_hash64
+from phalanx.parallel.hooks._protocol import Gradient, Settings
+from phalanx.parallel.wire import Wire
+
+Q = "q"
+
+
+class PowerSgd:
+    keeps_error = True
+
+    def __init__(self, rank: int, seed: int) -> None:
+        self._rank, self._seed = rank, seed
+
+    def shared_slots(self, name: str, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Q [m, rank]: drawn by seed and name at first."""
+        if not self._compresses(parameter):
+            return {}
+        generator = torch.Generator().manual_seed(stable_hash64("powersgd", self._seed, name) % 2**63)
+        drawn = torch.randn(_matrix(parameter).shape[1], self._rank, generator=generator, dtype=torch.float64)
+        return {Q: drawn.to(parameter)}
+
+    def _compresses(self, tensor: torch.Tensor) -> bool:
+        if tensor.ndim < 2:
+            return False
+        rows, columns = _matrix(tensor).shape
+        return self._rank * (rows + columns) < rows * columns and self._rank <= min(rows, columns)
+
+    def reduce(self, gradients: Sequence[Gradient], wire: Wire) -> list[torch.Tensor]:
+        thin = [g for g in gradients if Q in g.slots]
+        ms = [_matrix(g.tensor) for g in thin]
+        ps = [m @ g.slots[Q] for m, g in zip(ms, thin, strict=True)]
+        whole = [g.tensor for g in gradients if Q not in g.slots]
+        _average([*ps, *whole], wire)
+        ps = [torch.linalg.qr(p).Q for p in ps]
+        qs = [m.T @ p for m, p in zip(ms, ps, strict=True)]
+        _average(qs, wire)
+        kept = {}
+        for gradient, m, p, q in zip(thin, ms, ps, qs, strict=True):
+            mean = p @ q.T
+            kept[gradient.name] = (m - mean).view_as(gradient.tensor)
+            gradient.tensor.copy_(mean.view_as(gradient.tensor))
+            gradient.slots[Q].copy_(torch.where(q.isfinite().all(), q, gradient.slots[Q]))
+        return [kept[g.name] if g.name in kept else torch.zeros_like(g.tensor) for g in gradients]
+
+
+def _matrix(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.flatten(1)
+
+
+def _average(tensors: Sequence[torch.Tensor], wire: Wire) -> None:
+    """In place, in one collective."""
+    if not tensors:
+        return
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    wire.add_up(flat)
+    flat /= wire.num_ranks
+    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))
+
+
+def build(settings: Settings) -> PowerSgd:
+    return PowerSgd(settings.rank, settings.seed)

@@ -1,0 +1,46 @@
+"""topk: of each gradient only the largest elements are sent, with their places; the others wait (Lin et al. 2018).
+
+Every rank has its own largest ones, so they are gathered, not added on the way: 8 bytes for each element that is sent,
+to each of the other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from phalanx.parallel.hooks._protocol import Gradient, Settings
+from phalanx.parallel.wire import Wire
+
+
+class TopK:
+    keeps_error = True
+
+    def __init__(self, fraction: float) -> None:
+        self._fraction = fraction
+
+    def shared_slots(self, name: str, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {}
+
+    def num_sent(self, num_elements: int) -> int:
+        return max(1, round(self._fraction * num_elements))
+
+    def reduce(self, gradients: Sequence[Gradient], wire: Wire) -> list[torch.Tensor]:
+        counts = [self.num_sent(g.tensor.numel()) for g in gradients]
+        flats = [g.tensor.reshape(-1) for g in gradients]
+        places = [flat.abs().topk(count, sorted=False).indices for flat, count in zip(flats, counts, strict=True)]
+        values = wire.gather(torch.cat([flat[place] for flat, place in zip(flats, places, strict=True)]))
+        others = wire.gather(torch.cat(places).to(torch.int32))
+        kept = [flat.index_fill(0, place, 0.0) for flat, place in zip(flats, places, strict=True)]
+        by_gradient = zip(gradients, values.split(counts, dim=1), others.split(counts, dim=1), strict=True)
+        for gradient, some, where in by_gradient:
+            total = torch.zeros_like(gradient.tensor).view(-1)
+            for row, place in zip(some, where.long(), strict=True):  # one rank after the other: no place is there twice
+                total[place] += row
+            gradient.tensor.copy_(total.view_as(gradient.tensor)).div_(wire.num_ranks)
+        return [k.view_as(g.tensor) for k, g in zip(kept, gradients, strict=True)]
+
+
+def build(settings: Settings) -> TopK:
+    return TopK(settings.fraction)

@@ -1,0 +1,71 @@
+"""Loss scaling for fp16: gradients are computed of scale x loss, so that small ones are not rounded to zero.
+
+Dynamic (Micikevicius et al. 2018): a step whose gradients overflow on any rank is skipped by all and halves the scale,
+which doubles again after so many good steps. Powers of two change no digits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.core.errors import CheckpointError, NumericsError
+from phalanx.plan.plan import Plan
+
+FLOOR = 1.0
+"""A step that overflows below it has gradients, or activations, beyond 65504 whatever the scale."""
+CEILING = 2.0**40
+
+
+@dataclass
+class LossScale:
+    """The same on all ranks: it changes by facts that they agree on. `growth_steps` 0: fixed."""
+
+    scale: float
+    growth_steps: int
+    good_steps: int = 0
+
+    @property
+    def is_dynamic(self) -> bool:
+        return self.growth_steps > 0
+
+    def after(self, *, finite: bool) -> None:
+        """What a step's outcome makes of it. Raises NumericsError where a smaller scale would not help."""
+        if not self.is_dynamic:
+            return
+        if not finite:
+            if self.scale / 2 < FLOOR:
+                raise NumericsError(
+                    f"fp16 overflows even with a loss scale of {self.scale:g}",
+                    why="loss, activations or gradients exceed 65504, or are not finite in any type",
+                    fix='set precision.compute = "bf16", or lower optim.lr; a large train.loss_chunk_tokens adds up '
+                    "more in fp16, too",
+                )
+            self.scale, self.good_steps = self.scale / 2, 0
+            return
+        self.good_steps += 1
+        if self.good_steps >= self.growth_steps:
+            self.scale, self.good_steps = min(self.scale * 2, max(self.scale, CEILING)), 0
+
+    def facts(self) -> dict[str, Any]:
+        return {"scale": self.scale, "good_steps": self.good_steps}
+
+    def restore(self, facts: dict[str, Any]) -> None:
+        """Take over what a checkpoint says. A fixed scale is the job's."""
+        if self.is_dynamic:
+            self.scale, self.good_steps = float(facts["scale"]), int(facts["good_steps"])
+
+
+def require_facts(facts: Any, where: str) -> None:
+    """Raises CheckpointError for what no loss scale has said."""
+    try:
+        if 0 < float(facts["scale"]) < float("inf") and int(facts["good_steps"]) >= 0:
+            return
+    except (KeyError, TypeError, ValueError):
+        pass
+    raise CheckpointError(f"its loss scale is {facts!r}", where=where)
+
+
+def loss_scale_of(plan: Plan) -> LossScale | None:
+    """None where nothing is scaled."""
+    return LossScale(plan.loss_scale, plan.loss_scale_growth_steps) if plan.loss_scale is not None else None

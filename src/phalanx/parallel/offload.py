@@ -1,0 +1,45 @@
+"""parallel.offload = "optimizer": what the optimizer updates, and its state, lies in host memory.
+
+Gradients are copied down when the last backward has ended, weights up after the update. On a CPU both are where they
+were, and nothing is copied. ("parameters" is FSDP's own: see dp_shard.)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from phalanx.mesh.compat import dtensor_like
+from phalanx.mesh.logical import local_tensor
+from phalanx.parallel.protocol import Order, Workpiece
+from phalanx.parallel.trained import Part
+from phalanx.plan.plan import Plan
+
+
+class OffloadOptimizer:
+    order = Order.OFFLOAD
+
+    def wanted(self, plan: Plan) -> bool:
+        return plan.data_parallel.offload == "optimizer"
+
+    def apply(self, piece: Workpiece) -> None:
+        piece.materialize()
+        for parameter in piece.root.module.parameters():
+            if not parameter.requires_grad:
+                continue
+            part = piece.trained.parts.get(parameter, Part(parameter, parameter))
+            local = on_host(local_tensor(part.trained.detach()))
+            like = part.trained
+            trained = nn.Parameter(dtensor_like(like, local) if isinstance(like, DTensor) else local)
+            piece.trained.parts[parameter] = Part(parameter, trained, part.take, on_host=True)
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that a GPU reads fast; on a CPU the tensor itself."""
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
+
+
+parallelism = OffloadOptimizer()

@@ -1,0 +1,269 @@
+"""tp: matrices are cut between ranks that work on the same tokens, by sharding rules, which are data.
+
+A cut parameter is a plain local tensor; `Workpiece.cuts` says which blocks of the full one it is. So data parallelism
+wraps what is left as if it were the whole model, and optimizers see ordinary tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from phalanx.core.errors import LayoutError
+from phalanx.mesh.linear import brought_rules, is_conv1d, kind_of, output_dim
+from phalanx.mesh.logical import Box, Cut, full_name
+from phalanx.mesh.tensor_group import TensorGroup, Vocabulary
+from phalanx.parallel import tp_modules
+from phalanx.parallel.protocol import Order, Workpiece
+from phalanx.parallel.tp_dropout import WholeMasks, parts_dropped
+from phalanx.parallel.tp_overlap import overlap_columns
+from phalanx.parallel.tp_sync import PartialGradients
+from phalanx.plan.coverage import no_rules, require_cuttable, require_matches
+from phalanx.plan.plan import Plan
+from phalanx.plan.rules import CUTS, Rule, Span, parse_rules, rule_of
+
+
+class TensorParallel:
+    order = Order.SHARD
+
+    def wanted(self, plan: Plan) -> bool:
+        return plan.layout.tp > 1
+
+    def apply(self, piece: Workpiece) -> None:
+        module, plan = piece.root.module, piece.plan
+        mesh = piece.mesh.submesh("tp")
+        group = TensorGroup(
+            name=mesh.get_group().group_name,
+            rank=mesh.get_local_rank(),
+            size=plan.layout.tp,
+            phases=piece.phases,
+            cuts_sequence=_cuts_sequence(module, plan),
+            chunks=1 if plan.compile else plan.tp_chunks,
+        )
+        surgery = _Surgery(module, group, rules_for(module, plan.rules))
+        surgery.operate()
+        surgery.require_whole_masks(piece)
+        piece.cuts = surgery.cuts
+        partial = surgery.partial_parameters()
+        piece.before_finish = PartialGradients(group, partial, surgery.cuts).sum_over_ranks
+        piece.tensor_group = group
+
+
+def rules_for(module: nn.Module, own: Mapping[str, str]) -> tuple[Rule, ...]:
+    """The job's rules, then those that the model brings (`shard_rules`). Raises LayoutError where there are none."""
+    brought = {pattern: text for pattern, text in brought_rules(module).items() if pattern not in own}
+    rules = parse_rules({**own, **brought})
+    if not any(rule.kind in CUTS for rule in rules):
+        raise no_rules(type(module).__name__)
+    require_matches(rules, [full_name(name) for name, _ in module.named_modules()])
+    return rules
+
+
+def _cuts_sequence(module: nn.Module, plan: Plan) -> bool:
+    can = bool(getattr(module, "is_per_token_outside_regions", False))
+    if plan.sequence_parallel and not can:
+        raise LayoutError(
+            f"{type(module).__name__} does not say that its tokens are independent outside its regions",
+            fix="leave parallel.sequence_parallel out, or give the module is_per_token_outside_regions = True",
+        )
+    return can if plan.sequence_parallel is None else plan.sequence_parallel
+
+
+def cut(module: nn.Module, group: TensorGroup, rules: Sequence[Rule]) -> dict[str, Cut]:
+    """Cut a module in place, for one rank of `group`."""
+    surgery = _Surgery(module, group, rules)
+    surgery.operate()
+    return surgery.cuts
+
+
+@dataclass
+class _Surgery:
+    """The cutting of one module, in place."""
+
+    module: nn.Module
+    group: TensorGroup
+    rules: Sequence[Rule]
+    cuts: dict[str, Cut] = field(default_factory=dict)
+    _replaced: dict[nn.Parameter, tuple[nn.Parameter, Cut]] = field(default_factory=dict)
+    _vocabularies: list[tuple[nn.Module, Vocabulary]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._modules = {full_name(name): part for name, part in self.module.named_modules()}
+        self._rules = {name: rule for name in self._modules if (rule := rule_of(self.rules, name)) is not None}
+
+    def operate(self) -> None:
+        if not any(rule.kind in CUTS for rule in self._rules.values()):
+            raise LayoutError(f"no sharding rule cuts anything of {type(self.module).__name__}")
+        for name, rule in self._rules.items():
+            part = self._modules[name]
+            for count in rule.divide:
+                tp_modules.divide(part, name, count, self.group.size)
+            if rule.kind in CUTS:
+                require_cuttable(rule, name, kind_of(part, is_attention=self._is_attention(name)))
+            if rule.kind == "column":
+                self._column(name, part, rule)
+            elif rule.kind == "row":
+                self._row(name, part, rule)
+            elif rule.kind == "vocab":
+                self._vocab(name, part, rule)
+            elif rule.kind == "region":
+                self._region(name, part, rule)
+            elif rule.kind == "sequence":
+                part.register_forward_hook(functools.partial(tp_modules.keep_own_tokens, self.group))
+        self._require_ties()
+        begins = [part for part, _ in self._vocabularies if isinstance(part, nn.Embedding)]
+        if self.group.cuts_sequence and not (begins or any(r.kind == "sequence" for r in self._rules.values())):
+            raise LayoutError(
+                f"no rule cuts an embedding of {type(self.module).__name__}, where its sequence would be cut",
+                fix='give it "vocab" (or "sequence": it stays whole), or set parallel.sequence_parallel=false',
+            )
+        self.module.register_forward_hook(tp_modules.Outputs(self.group, self._vocabularies))
+
+    def require_whole_masks(self, piece: Workpiece) -> None:
+        """Raises LayoutError for dropout of parts, now or in the first forward: masks by place are of the whole."""
+        plan, cuts_sequence = piece.plan, self.group.cuts_sequence
+        for name, part in self._modules.items():
+            if not isinstance(part, nn.modules.dropout._DropoutNd) or not part.p:
+                continue
+            is_unseen = plan.compile and self._region_of(f"{name}.p") is not None
+            if plan.dropout != "global" or cuts_sequence or is_unseen:
+                raise parts_dropped(f"{name} ({part.p:g})")
+        if plan.dropout == "global" and not plan.compile:
+            cut = {kind: [n for n, r in self._rules.items() if r.kind == kind and not r.gather] for kind in CUTS}
+            masks = WholeMasks(self.module, self._modules, cut["column"], cut["row"], cuts_sequence=cuts_sequence)
+            piece.draws.require_whole = masks.require
+
+    def partial_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Whole parameters of which each rank sees a part of the tokens or of the features: by their full names."""
+        found = []
+        for name, parameter in self.module.named_parameters():
+            full = full_name(name)
+            if full not in self.cuts and parameter.requires_grad and self._is_partial(full.rpartition(".")[0], full):
+                found.append((full, parameter))
+        return found
+
+    def _is_partial(self, owner: str, name: str) -> bool:
+        rule = self._rules.get(owner)
+        if rule is not None and rule.kind in ("partial", "replicate"):
+            return rule.kind == "partial" or self.group.cuts_sequence
+        if self.group.cuts_sequence:
+            return True
+        is_row_bias = rule is not None and rule.kind == "row"
+        return self._region_of(name) is not None and not is_row_bias
+
+    def _is_attention(self, name: str) -> bool:
+        """True within torch's own attention, which never calls the layers that it holds."""
+        parent = self._modules[name.rpartition(".")[0]]
+        return any(isinstance(part, nn.MultiheadAttention) for part in (self._modules[name], parent))
+
+    def _region_of(self, name: str) -> str | None:
+        parents = name.split(".")[:-1]
+        prefixes = (".".join(parents[:count]) for count in range(len(parents), 0, -1))
+        return next((p for p in prefixes if p in self._rules and self._rules[p].kind == "region"), None)
+
+    # Each kind of rule
+
+    def _column(self, name: str, part: nn.Module, rule: Rule) -> None:
+        spans = self._spans(rule, tp_modules.num_outputs(part), name)
+        self._cut(name, part, "weight", output_dim(part), spans)
+        self._cut(name, part, "bias", 0, spans)
+        tp_modules.set_outputs(part, _length(spans))
+        if self._region_of(name) is None:
+            part.register_forward_pre_hook(functools.partial(tp_modules.enter, self.group, ""), with_kwargs=True)
+        if rule.gather:
+            if len(spans) > 1 or spans[0].copies > 1:
+                raise LayoutError(f"{name} is fused, and its parts cannot be gathered", where=f'"{rule.pattern}"')
+            part.register_forward_hook(functools.partial(tp_modules.gather, self.group, self._sizes(rule, name, part)))
+
+    def _sizes(self, rule: Rule, name: str, part: nn.Module) -> tuple[int, ...]:
+        total = self.cuts[f"{name}.weight"].global_shape[output_dim(part)]
+        return tuple(_length(rule.spans(total, self.group.size, r, name=name)) for r in range(self.group.size))
+
+    def _row(self, name: str, part: nn.Module, rule: Rule) -> None:
+        spans = self._spans(rule, tp_modules.num_inputs(part), name)
+        self._cut(name, part, "weight", tp_modules.input_dim(part), spans)
+        tp_modules.make_row(part, name, self.group, _length(spans))
+
+    def _vocab(self, name: str, part: nn.Module, rule: Rule) -> None:
+        is_embedding = isinstance(part, nn.Embedding)
+        total = part.num_embeddings if is_embedding else tp_modules.num_outputs(part)
+        spans = self._spans(rule, total, name)
+        sizes = [_length(rule.spans(total, self.group.size, r, name=name)) for r in range(self.group.size)]
+        vocabulary = Vocabulary(self.group, tuple(sizes))
+        self._cut(name, part, "weight", 0 if is_embedding else output_dim(part), spans)
+        self._cut(name, part, "bias", 0, spans)
+        if is_embedding:
+            tp_modules.make_embedding(part, name, vocabulary)
+        else:
+            tp_modules.set_outputs(part, spans[0].size)
+            part.register_forward_pre_hook(functools.partial(tp_modules.enter, self.group, ""), with_kwargs=True)
+        self._vocabularies.append((part, vocabulary))
+
+    def _region(self, name: str, part: nn.Module, rule: Rule) -> None:
+        columns = [
+            self._modules[inner]
+            for inner, other in self._rules.items()
+            if other.kind == "column" and not other.gather and self._region_of(inner) == name
+        ]
+        can_share = getattr(part, "input_goes_to_columns_alone", False) and not any(map(is_conv1d, columns))
+        if self.group.chunks > 1 and can_share:
+            overlap_columns(part, columns, self.group)
+            return
+        part.register_forward_pre_hook(functools.partial(tp_modules.enter, self.group, rule.argument), with_kwargs=True)
+
+    def _spans(self, rule: Rule, size: int, name: str) -> list[Span]:
+        return rule.spans(size, self.group.size, self.group.rank, name=name)
+
+    # Parameters
+
+    def _cut(self, owner: str, part: nn.Module, key: str, dim: int, spans: Sequence[Span]) -> None:
+        parameter = getattr(part, key, None)
+        if parameter is None:
+            return
+        name = f"{owner}.{key}"
+        cut = _cut_of(tuple(parameter.shape), dim, spans)
+        made = next((entry for old, entry in self._replaced.items() if old is parameter), None)
+        if made is None:
+            pieces = [parameter.detach().narrow(dim, span.start, span.size) for span in spans]
+            local = nn.Parameter(torch.cat(pieces, dim=dim), requires_grad=parameter.requires_grad)
+            local.__dict__.update(parameter.__dict__)  # what a user's code has noted on it
+            made = self._replaced[parameter] = (local, cut)
+        if made[1] != cut:
+            raise LayoutError(f"{name} is tied to another parameter, which is cut otherwise", fix="cut both alike")
+        setattr(part, key, made[0])
+        self.cuts[name] = cut
+
+    def _require_ties(self) -> None:
+        """A tied tensor must be cut wherever it stands: torch's own tools make two of it without a word."""
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if any(old is parameter for old in self._replaced):
+                raise LayoutError(
+                    f"{full_name(name)} is tied to a parameter that a rule cuts, and no rule cuts it",
+                    fix="give its module the same rule",
+                )
+
+
+def _length(spans: Sequence[Span]) -> int:
+    return sum(span.size for span in spans)
+
+
+def _cut_of(shape: tuple[int, ...], dim: int, spans: Sequence[Span]) -> Cut:
+    return Cut(shape, tuple(_boxes(shape, dim, spans)))
+
+
+def _boxes(shape: tuple[int, ...], dim: int, spans: Sequence[Span]) -> Iterator[Box]:
+    here = 0
+    for span in spans:
+        there = tuple(span.start if d == dim else 0 for d in range(len(shape)))
+        local = tuple(here if d == dim else 0 for d in range(len(shape)))
+        size = tuple(span.size if d == dim else length for d, length in enumerate(shape))
+        yield Box(there, local, size, span.copy, span.copies)
+        here += span.size
+
+
+parallelism: Any = TensorParallel()

@@ -1,0 +1,182 @@
+"""What tensor parallelism makes of single modules: rows that add up, embeddings of a part of the vocabulary, hooks."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from phalanx.core.errors import DataError, LayoutError
+from phalanx.mesh.linear import is_conv1d, output_dim
+from phalanx.mesh.tensor_group import SEQUENCE, TensorGroup, Vocabulary, VocabularyLogits
+from phalanx.parallel.tp_overlap import row_in_chunks
+from phalanx.plan.rules import Count
+
+
+def num_outputs(part: nn.Module) -> int:
+    return int(part.weight.shape[output_dim(part)])
+
+
+def num_inputs(part: nn.Module) -> int:
+    return int(part.weight.shape[input_dim(part)])
+
+
+def input_dim(part: nn.Module) -> int:
+    return 1 - output_dim(part)
+
+
+def set_outputs(part: nn.Module, size: int) -> None:
+    setattr(part, "nf" if is_conv1d(part) else "out_features", size)
+
+
+def make_row(part: nn.Module, name: str, group: TensorGroup, size: int) -> None:
+    """Each rank multiplies its features; the sum over ranks leaves the region, and the bias is added once."""
+    if isinstance(part, nn.Linear):
+        part.in_features = size
+    part.forward = functools.partial(_row_forward, part, name, group)  # type: ignore[method-assign]
+
+
+def _row_forward(part: nn.Module, name: str, group: TensorGroup, x: torch.Tensor) -> torch.Tensor:
+    weight = part.weight.T if is_conv1d(part) else part.weight
+    if x.shape[-1] != weight.shape[1]:
+        raise LayoutError(
+            f"{name} gets {x.shape[-1]} features, and {weight.shape[1]} are this rank's",
+            fix="a row follows columns that are cut alike",
+        )
+    out = row_in_chunks(x, weight, group) if group.chunks > 1 else group.leave(F.linear(x, weight))
+    return out if part.bias is None else out + part.bias.to(out.dtype)
+
+
+# Embeddings
+
+
+def make_embedding(part: nn.Embedding, name: str, vocabulary: Vocabulary) -> None:
+    """A rank looks up the tokens that it holds; the sum over ranks has them all."""
+    if part.max_norm is not None or part.sparse or part.scale_grad_by_freq:
+        raise LayoutError(f"{name} has max_norm, sparse or scale_grad_by_freq, which are not built for a part of it")
+    padding = part.padding_idx
+    own = None if padding is None else padding - vocabulary.start
+    size = vocabulary.sizes[vocabulary.group.rank]
+    part.padding_idx = own if own is not None and 0 <= own < size else None
+    part.num_embeddings = size
+    part.forward = functools.partial(_embedding_forward, part, vocabulary)  # type: ignore[method-assign]
+
+
+def _embedding_forward(part: nn.Embedding, vocabulary: Vocabulary, ids: torch.Tensor) -> torch.Tensor:
+    total, group = sum(vocabulary.sizes), vocabulary.group
+    if ids.device.type == "cpu" and not torch.compiler.is_compiling() and ids.numel():
+        lowest, highest = (int(edge) for edge in ids.aminmax())
+        if lowest < 0 or highest >= total:
+            raise DataError(f"token {highest if highest >= total else lowest} is none of the {total} of the embedding")
+    own = ids - vocabulary.start
+    is_elsewhere = (own < 0) | (own >= part.num_embeddings)
+    found = F.embedding(own.masked_fill(is_elsewhere, 0), part.weight, part.padding_idx)
+    group.num_tokens = ids.shape[1] if ids.ndim > 1 else len(ids)
+    return group.leave(found.masked_fill(is_elsewhere[..., None], 0))
+
+
+# Hooks
+
+
+def enter(group: TensorGroup, argument: str, part: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Before a region: of its arguments the named one, or the first that is a tensor of activations, is entered."""
+    if argument:
+        if argument not in kwargs:
+            raise LayoutError(f"{type(part).__name__} is not called with {argument}=", fix="leave the argument out")
+        return args, {**kwargs, argument: group.enter(kwargs[argument])}
+    for place, value in enumerate(args):
+        if _are_activations(value):
+            return (*args[:place], group.enter(value), *args[place + 1 :]), kwargs
+    for key, value in kwargs.items():
+        if _are_activations(value):
+            return args, {**kwargs, key: group.enter(value)}
+    raise LayoutError(f"{type(part).__name__} is called without activations, and a rule names it a region")
+
+
+def _are_activations(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim >= 2
+
+
+def gather(group: TensorGroup, sizes: tuple[int, ...], part: nn.Module, args: Any, output: torch.Tensor) -> Any:
+    return group.gather_features(output, sizes)
+
+
+def keep_own_tokens(group: TensorGroup, part: nn.Module, args: Any, output: torch.Tensor) -> Any:
+    group.num_tokens = output.shape[SEQUENCE]
+    return group.own_tokens(output)
+
+
+def divide(part: nn.Module, name: str, count: Count, tp: int) -> None:
+    """An integer that a module counts heads or features by becomes that of one rank.
+
+    It may be one of a settings object that modules share: this module then has a copy of its own.
+    """
+    *path, attribute = count.attribute.split(".")
+    owner: Any = part
+    for step in path:
+        inner = getattr(owner, step, None)
+        if inner is not None and not isinstance(inner, nn.Module):
+            inner = copy.copy(inner)
+            setattr(owner, step, inner)
+        owner = inner
+    value = getattr(owner, attribute, None)
+    where = f"{name}.{count.attribute}"
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise LayoutError(f"{where} is {value!r}, not a number of heads or features to divide")
+    share = count.share(value, tp)
+    if share is None:
+        of = f" of {count.heads} heads" if count.heads else ""
+        raise LayoutError(f"tp {tp} does not divide {where}, which is {value}{of}")
+    setattr(owner, attribute, share)
+
+
+class Outputs:
+    """After the model: an output that needs the head's rows of other ranks says which rows this rank has."""
+
+    def __init__(self, group: TensorGroup, vocabularies: Sequence[tuple[nn.Module, Vocabulary]]) -> None:
+        self._group, self._vocabularies = group, vocabularies
+        self._logits: torch.Tensor | None = None
+        for part, _ in vocabularies:
+            if not isinstance(part, nn.Embedding):
+                part.register_forward_hook(self._note)
+
+    def _note(self, part: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self._logits = output
+
+    def __call__(self, module: nn.Module, args: Any, outputs: Any) -> Any:
+        logits, self._logits = self._logits, None
+        if logits is not None:
+            return self._tagged(module, logits, outputs)
+        head = getattr(outputs, "head_VD", None)
+        if head is None:
+            if self._group.cuts_sequence and not self._is_whole(outputs):
+                raise LayoutError(
+                    f"{type(module).__name__} returns a part of the sequence, and nobody puts it together",
+                    fix='give its head "vocab" or "column gather", or set parallel.sequence_parallel=false',
+                )
+            return outputs
+        for part, vocabulary in self._vocabularies:
+            if part.weight is head:
+                return outputs._replace(vocabulary=vocabulary)
+        if self._group.cuts_sequence:
+            raise LayoutError(f"no rule cuts the head of {type(module).__name__}", fix='give it "vocab"')
+        return outputs
+
+    def _is_whole(self, outputs: Any) -> bool:
+        tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.ndim > SEQUENCE]
+        return bool(tensors) and all(t.shape[SEQUENCE] == self._group.num_tokens for t in tensors)
+
+    def _tagged(self, module: nn.Module, logits: torch.Tensor, outputs: Any) -> VocabularyLogits:
+        if outputs is not logits:
+            raise LayoutError(
+                f"{type(module).__name__} does not return its head's logits as they are",
+                fix='have the head put together: its rule is then "column gather" instead of "vocab"',
+            )
+        vocabulary = next(v for part, v in self._vocabularies if not isinstance(part, nn.Embedding))
+        return VocabularyLogits(logits, vocabulary)

@@ -1,0 +1,204 @@
+"""Matrix products beside a collective, in chunks of tokens: one chunk is computed while another travels.
+
+The same sums in the same order as without chunks, but for the bias and the gradient of a weight, which are added up
+chunk by chunk. `parallel.tp_chunks=1` is the serial way, for debugging.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from phalanx.mesh.tensor_group import SEQUENCE, TensorGroup
+
+
+def row_in_chunks(x: torch.Tensor, weight: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+    """`group.leave(x @ weight.T)`. x: [B, T, features of this rank]."""
+    if x.ndim < 3 or (group.cuts_sequence and x.shape[SEQUENCE] % group.size):
+        return group.leave(F.linear(x, weight))  # what must be padded is not worth chunks
+    weight = weight.to(x.dtype)
+    left: torch.Tensor = (_RowScatter if group.cuts_sequence else _RowSum).apply(x, weight, group)
+    return left
+
+
+def overlap_columns(region: nn.Module, columns: Sequence[nn.Module], group: TensorGroup) -> None:
+    """Have `columns`, linear layers that all take the input of `region`, enter it together.
+
+    The first that is called computes what all of them put out; the others find theirs.
+    """
+    shared = _Shared(group, list(columns))
+    for column in columns:
+        column.forward = functools.partial(shared.output_of, column)  # type: ignore[method-assign]
+    region.register_forward_hook(shared.forget)
+
+
+@dataclass
+class _Shared:
+    group: TensorGroup
+    columns: list[nn.Module]
+    _input: torch.Tensor | None = None
+    _outputs: dict[nn.Module, torch.Tensor] = field(default_factory=dict)
+
+    def output_of(self, column: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if x is not self._input:
+            outputs = self._compute(x)
+            self._input, self._outputs = x, dict(zip(self.columns, outputs, strict=True))
+        return self._outputs.pop(column)
+
+    def forget(self, *_: object) -> None:
+        self._input, self._outputs = None, {}
+
+    def _compute(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        weights = [column.weight for column in self.columns]
+        biases = [column.bias for column in self.columns]
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        if self.group.cuts_sequence and self.group.num_tokens % self.group.size:
+            entered = self.group.enter(x)
+            return tuple(F.linear(entered, w, b) for w, b in zip(weights, biases, strict=True))
+        cast = [w.to(x.dtype) for w in weights]
+        function = _GatherColumns if self.group.cuts_sequence else _CopyColumns
+        outputs: tuple[torch.Tensor, ...] = function.apply(x, self.group, *cast)
+        return tuple(
+            out if bias is None else out + bias.to(out.dtype) for out, bias in zip(outputs, biases, strict=True)
+        )
+
+
+def _chunks(length: int, group: TensorGroup) -> list[slice]:
+    """Spans of tokens, as even as it goes."""
+    count = max(1, min(group.chunks, length))
+    return [slice(length * i // count, length * (i + 1) // count) for i in range(count)]
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+class _RowSum(torch.autograd.Function):
+    """All-reduce of one chunk while the next is multiplied; the backward needs nobody."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: TensorGroup
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        parts = [group.start_all_reduce(F.linear(x[:, rows], weight)) for rows in _chunks(x.shape[SEQUENCE], group)]
+        with group.timed("all_reduce", "all_reduce activations"):
+            return torch.cat([group.wait(part) for part in parts], dim=SEQUENCE)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        return grad @ weight, _flat(grad).T @ _flat(x), None
+
+
+class _RowScatter(torch.autograd.Function):
+    """Chunks of every rank's part of the sequence: reduce-scatter on the way out, all-gather on the way back."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: TensorGroup
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group = group
+        by_rank = x.unflatten(SEQUENCE, (group.size, -1))  # [B, ranks, T / ranks, F]
+        parts = []
+        for rows in _chunks(by_rank.shape[2], group):
+            product = F.linear(by_rank[:, :, rows], weight)
+            parts.append((product.shape, group.start_reduce_scatter(product.transpose(0, 1))))
+        with group.timed("reduce_scatter", "reduce_scatter sequence"):
+            done = [group.wait(part).view(shape[0], *shape[2:]) for shape, part in parts]
+        return torch.cat(done, dim=SEQUENCE)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        group: TensorGroup = ctx.group
+        by_rank = x.unflatten(SEQUENCE, (group.size, -1))
+        spans = _chunks(by_rank.shape[2], group)
+        parts = [group.start_gather(grad[:, rows]) for rows in spans]
+        grad_x, grad_weight = torch.empty_like(by_rank), torch.zeros_like(weight)
+        for rows, part in zip(spans, parts, strict=True):
+            with group.timed("all_gather", "all_gather sequence"):
+                whole = group.wait(part).unflatten(0, (group.size, -1)).transpose(0, 1)
+            grad_x[:, :, rows] = whole @ weight
+            grad_weight += _flat(whole).T @ _flat(by_rank[:, :, rows])
+        return grad_x.flatten(1, 2), grad_weight, None
+
+
+class _CopyColumns(torch.autograd.Function):
+    """Forward: nobody is needed. Backward: the all-reduce of one chunk of the input's gradient beside the next, and the
+    weights' gradients while the last ones travel."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: torch.Tensor, group: TensorGroup, *weights: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(x, *weights)
+        ctx.group = group
+        return tuple(F.linear(x, weight) for weight in weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # type: ignore[override]
+        x, *weights = ctx.saved_tensors
+        group: TensorGroup = ctx.group
+        parts = []
+        for rows in _chunks(x.shape[SEQUENCE], group):
+            parts.append(group.start_all_reduce(_sum_of_products([g[:, rows] for g in grads], weights)))
+        grad_weights = [_flat(grad).T @ _flat(x) for grad in grads]
+        with group.timed("all_reduce", "all_reduce activations"):
+            grad_x = torch.cat([group.wait(part) for part in parts], dim=SEQUENCE)
+        return grad_x, None, *grad_weights
+
+
+class _GatherColumns(torch.autograd.Function):
+    """Forward: a chunk is multiplied while the next is gathered. Backward: reduce-scatter as in `_CopyColumns`."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: torch.Tensor, group: TensorGroup, *weights: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        spans = _chunks(x.shape[SEQUENCE], group)
+        parts = [group.start_gather(x[:, rows]) for rows in spans]
+        whole = x.new_empty(x.shape[0], group.size, *x.shape[1:])  # [B, ranks, T / ranks, D]
+        outputs = [x.new_empty(*whole.shape[:-1], weight.shape[0]) for weight in weights]
+        for rows, part in zip(spans, parts, strict=True):
+            with group.timed("all_gather", "all_gather sequence"):
+                whole[:, :, rows] = group.wait(part).unflatten(0, (group.size, -1)).transpose(0, 1)
+            for output, weight in zip(outputs, weights, strict=True):
+                output[:, :, rows] = F.linear(whole[:, :, rows], weight)
+        ctx.save_for_backward(whole, *weights)
+        ctx.group = group
+        return tuple(output.flatten(1, 2) for output in outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # type: ignore[override]
+        whole, *weights = ctx.saved_tensors
+        group: TensorGroup = ctx.group
+        by_rank = [grad.unflatten(SEQUENCE, (group.size, -1)) for grad in grads]
+        parts = []
+        for rows in _chunks(whole.shape[2], group):
+            product = _sum_of_products([g[:, :, rows] for g in by_rank], weights)
+            parts.append((product.shape, group.start_reduce_scatter(product.transpose(0, 1))))
+        grad_weights = [_flat(grad).T @ _flat(whole) for grad in by_rank]
+        with group.timed("reduce_scatter", "reduce_scatter sequence"):
+            done = [group.wait(part).view(shape[0], *shape[2:]) for shape, part in parts]
+        return torch.cat(done, dim=SEQUENCE), None, *grad_weights
+
+
+def _sum_of_products(grads: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = grads[0] @ weights[0]
+    for grad, weight in zip(grads[1:], weights[1:], strict=True):
+        total += grad @ weight
+    return total

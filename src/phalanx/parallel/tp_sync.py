@@ -1,0 +1,63 @@
+"""Gradients of what ranks of a tensor-parallel group hold alike and see a part each of: summed once a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from phalanx.mesh.logical import Cut, full_name, local_tensor, shard_of, within
+from phalanx.mesh.tensor_group import TensorGroup
+
+
+class PartialGradients:
+    """Norms between regions under sequence parallelism, norms of heads, keys and values of more ranks than heads.
+
+    All of them go through one all-reduce per step, after data parallelism has reduced its share, which is linear, too.
+    """
+
+    def __init__(self, group: TensorGroup, whole: Sequence[tuple[str, nn.Parameter]], cuts: Mapping[str, Cut]) -> None:
+        self._group, self._cuts = group, cuts
+        self._whole = {name for name, _ in whole}
+        self._shared = {name for name, cut in cuts.items() if any(box.num_replicas > 1 for box in cut.boxes)}
+
+    @torch.no_grad()
+    def sum_over_ranks(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """In place. `named`: what an optimizer updates, as data parallelism has left it."""
+        pieces = [piece for name, p in named for piece in self._pieces(full_name(name), p)]
+        if not pieces:
+            return
+        wide = torch.float32
+        for gradient, _, _ in pieces:
+            wide = torch.promote_types(wide, gradient.dtype)
+        device = pieces[0][0].device
+        flat = torch.zeros(sum(g.numel() * places for g, _, places in pieces), dtype=wide, device=device)
+        at, mine = 0, []
+        for gradient, place, places in pieces:
+            start = at + place * gradient.numel()
+            mine.append(flat[start : start + gradient.numel()])
+            mine[-1].copy_(gradient.reshape(-1))
+            at += places * gradient.numel()
+        summed = self._group.all_reduce(flat)
+        for (gradient, _, _), part in zip(pieces, mine, strict=True):
+            start = part.storage_offset()
+            gradient.copy_(summed[start : start + gradient.numel()].view(gradient.shape))
+
+    def _pieces(self, name: str, parameter: nn.Parameter) -> list[tuple[torch.Tensor, int, int]]:
+        """(gradient, which of the distinct ones this rank holds, how many there are)."""
+        if parameter.grad is None or name not in self._whole | self._shared:
+            return []
+        gradient = local_tensor(parameter.grad)
+        if name in self._whole:
+            return [(gradient, 0, 1)]
+        held = within(self._cuts[name], shard_of(name, parameter, replica=0, num_replicas=1))
+        return [
+            (
+                gradient[tuple(slice(o, o + n) for o, n in zip(box.local_offset, box.size, strict=True))],
+                self._group.rank // box.num_replicas,
+                self._group.size // box.num_replicas,
+            )
+            for box in held.boxes
+            if box.num_replicas > 1
+        ]

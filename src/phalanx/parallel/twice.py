@@ -1,0 +1,133 @@
+"""What the two forwards of a recomputed block run in: running statistics move once, dear products are made once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from phalanx.core.errors import LayoutError
+from phalanx.parallel.batchnorm import Synchronised, Tape
+from phalanx.parallel.draws import Draws
+
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+
+MATMULS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_grouped_mm")
+ATTENTION = "_scaled_dot_product_"  # each device has its own: _flash_attention_for_cpu, _cudnn_attention, ...
+COLLECTIVES = "_c10d_functional"
+
+
+def contexts_of(block: nn.Module, mode: str, draws: Draws) -> Contexts:
+    """A maker of (context of the forward, context of the recomputation): dropout drops the same again, too."""
+    inner = _own_contexts(block, mode)
+    if inner is None:
+        return draws.again
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        (noted, drawn_again), (first, again) = draws.again(), inner()
+        return _Both(noted, first), _Both(drawn_again, again)
+
+    return contexts
+
+
+def _own_contexts(block: nn.Module, mode: str) -> Contexts | None:
+    norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
+    own = {id(buffer) for norm in norms for buffer in norm.buffers()}
+    others = {name: buffer for name, buffer in block.named_buffers() if id(buffer) not in own}
+    name = type(block).__name__
+    if not norms and not others:
+        return selective_contexts if mode == "selective" else None
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        tape = Tape()
+        first, again = _First(name, norms, others, tape), _Again(norms, tape)
+        if mode != "selective":
+            return first, again
+        caching, cached = selective_contexts()
+        return _Both(first, caching), _Both(again, cached)
+
+    return contexts
+
+
+def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    found: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+    found = create_selective_checkpoint_contexts(_policy)
+    return found
+
+
+def _policy(context: object, op: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
+    """Keep what is dear to make again: products, attention, and what came from other ranks."""
+    namespace, _, name = str(op.name()).split(".")[0].partition("::")
+    is_product = namespace == "aten" and (name in MATMULS or name.startswith(ATTENTION))
+    is_dear = is_product or (namespace == COLLECTIVES and name != "wait_tensor")
+    return CheckpointPolicy.MUST_SAVE if is_dear else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _Both:
+    """Two contexts as one, that can be entered again."""
+
+    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
+        self._contexts, self._stack = (outer, inner), ExitStack()
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for context in self._contexts:
+                stack.enter_context(context)
+            self._stack = stack.pop_all()
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+
+class _First:
+    """The forward: synchronised BatchNorms record; a buffer that changes cannot be recomputed, and is refused."""
+
+    def __init__(self, block: str, norms: Sequence[_BatchNorm], others: Mapping[str, torch.Tensor], tape: Tape) -> None:
+        self._block, self._norms, self._others, self._tape = block, norms, others, tape
+        self._versions: dict[str, int] = {}
+
+    def __enter__(self) -> None:
+        self._versions = {name: buffer._version for name, buffer in self._others.items()}
+        _hand_out(self._norms, self._tape)
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        _hand_out(self._norms, None)
+        changed = [name for name, buffer in self._others.items() if buffer._version != self._versions[name]]
+        if kind is None and changed and torch.is_grad_enabled():
+            raise LayoutError(
+                f"the forward of {self._block} changes its buffer {changed[0]}, and recomputing would change it twice",
+                fix="set train.recompute=none",
+            )
+
+
+class _Again:
+    """The recomputation: the statistics of the forward, and running ones that stay."""
+
+    def __init__(self, norms: Sequence[_BatchNorm], tape: Tape) -> None:
+        self._norms, self._tape = norms, tape
+        self._plain = [norm for norm in norms if not isinstance(norm, Synchronised)]
+        self._kept: list[tuple[float | None, torch.Tensor | None]] = []
+
+    def __enter__(self) -> None:
+        self._tape.replay_at = 0
+        _hand_out(self._norms, self._tape)
+        self._kept = [(norm.momentum, norm.num_batches_tracked) for norm in self._plain]
+        for norm in self._plain:  # the same kernel, whose running statistics move by nothing
+            norm.momentum, norm.num_batches_tracked = 0.0, None
+
+    def __exit__(self, *_: object) -> None:
+        _hand_out(self._norms, None)
+        for norm, (momentum, count) in zip(self._plain, self._kept, strict=True):
+            norm.momentum, norm.num_batches_tracked = momentum, count
+
+
+def _hand_out(norms: Sequence[_BatchNorm], tape: Tape | None) -> None:
+    for norm in norms:
+        if isinstance(norm, Synchronised):
+            norm._tape = tape

@@ -1,0 +1,63 @@
+"""Parameters that FSDP leaves whole (parallel.keep_whole_below, and single numbers): reduced together, once per step.
+
+A gather for a few numbers costs as much time as one for many. Every rank holds and updates all of these alike.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from phalanx.core.phases import Phases
+from phalanx.mesh.compat import dtensor_of
+from phalanx.parallel.protocol import Order, Workpiece
+from phalanx.parallel.trained import Part
+from phalanx.plan.plan import Plan
+
+
+def kept_whole(module: nn.Module, below: int) -> set[nn.Parameter]:
+    """What a unit of FSDP is to leave alone; also what it cannot split: a single number, and a tensor that does not lie
+    in the order of its dimensions."""
+    return {p for p in module.parameters() if p.ndim == 0 or p.numel() < below or not p.is_contiguous()}
+
+
+class WholeSmall:
+    order = Order.UPDATE
+
+    def wanted(self, plan: Plan) -> bool:
+        return plan.layout.dp_shard > 1 and plan.zero_stage >= 2
+
+    def apply(self, piece: Workpiece) -> None:
+        piece.materialize()
+        whole = [p for p in piece.root.module.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+        if not whole:
+            return
+        axes = ("dp_replicate", "dp_shard") if piece.plan.layout.dp_replicate > 1 else ("dp_shard",)
+        mesh = piece.mesh.submesh(*axes)
+        for parameter in whole:
+            # An optimizer's fused kernel takes DTensors or plain tensors, not both.
+            local = dtensor_of(parameter.detach(), mesh, (Replicate(),) * len(axes), parameter)
+            piece.trained.parts[parameter] = Part(parameter, nn.Parameter(local))
+        group, phases = piece.mesh.data_parallel_group(), piece.phases
+        piece.trained.before_update.append(lambda: average_gradients(whole, group, phases))
+
+
+@torch.no_grad()
+def average_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup, phases: Phases) -> None:
+    """The mean over the ranks, in fp32 at least, in one collective per type. A gradient that a rank lacks is zero."""
+    by_type: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        by_type.setdefault(torch.promote_types(parameter.dtype, torch.float32), []).append(parameter)
+    for dtype, some in by_type.items():
+        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten().to(dtype) for p in some])
+        with phases("collective", "all_reduce gradients of whole parameters"):
+            dist.all_reduce(flat, group=group)
+        flat /= dist.get_world_size(group)
+        for parameter, mean in zip(some, flat.split([p.numel() for p in some]), strict=True):
+            # In the parameter's own order: fused optimizers walk both alike.
+            parameter.grad = torch.empty_like(parameter).copy_(mean.view_as(parameter))
+
+
+parallelism = WholeSmall()

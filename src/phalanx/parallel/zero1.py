@@ -1,0 +1,162 @@
+"""ZeRO-1: parameters and gradients whole on every rank (DDP), the optimizer's state and its work split over dp_shard.
+
+Each rank updates its rows of every parameter, in place; then the rows of all ranks are gathered, bucket by bucket.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from phalanx.core.phases import Phases
+from phalanx.mesh.compat import dtensor_of
+from phalanx.mesh.exchange import gather_rows
+from phalanx.parallel.protocol import Order, Workpiece
+from phalanx.parallel.trained import Part
+from phalanx.plan.plan import Plan
+
+
+class Zero1:
+    order = Order.UPDATE
+
+    def wanted(self, plan: Plan) -> bool:
+        return plan.zero_stage == 1 and plan.layout.dp_shard > 1
+
+    def apply(self, piece: Workpiece) -> None:
+        piece.materialize()
+        axes = ("dp_replicate", "dp_shard") if piece.plan.layout.dp_replicate > 1 else ("dp_shard",)
+        mesh, group = piece.mesh.submesh(*axes), piece.mesh.submesh("dp_shard").get_group()
+        cut = []
+        for parameter in piece.root.module.parameters():
+            if not parameter.requires_grad:
+                continue
+            rows = rows_of(parameter, dist.get_rank(group), dist.get_world_size(group))
+            last: Placement = Replicate() if rows is None else Shard(rows.dim)
+            placements = (Replicate(),) * (len(axes) - 1) + (last,)
+            take = rows.take if rows is not None else _all
+            local = take(parameter.detach())
+            trained = nn.Parameter(dtensor_of(local, mesh, placements, parameter))
+            piece.trained.parts[parameter] = Part(parameter, trained, take)
+            if rows is not None:
+                cut.append((parameter, rows))
+        bucket_bytes = int(piece.plan.bucket_mb * 2**20)
+        gather = Gather(cut, group, bucket_bytes=bucket_bytes, phases=piece.phases)
+        piece.trained.after_update.append(gather.run)
+
+
+def _all(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A rank's rows of a tensor along `dim`, cut as torch.chunk cuts. `chunk`: rows of a rank that is not the last."""
+
+    dim: int
+    start: int
+    length: int
+    chunk: int
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A view."""
+        return tensor.narrow(self.dim, self.start, self.length)
+
+
+def rows_of(tensor: torch.Tensor, rank: int, num_ranks: int) -> Rows | None:
+    """Along the first dimension longer than one, so that each rank's rows lie together.
+
+    None for a single number, and for a tensor that does not lie in the order of its dimensions: every rank updates all
+    of these.
+    """
+    dim = next((dim for dim, size in enumerate(tensor.shape) if size > 1), None)
+    if dim is None or not tensor.is_contiguous():
+        return None
+    size = tensor.shape[dim]
+    chunk = -(-size // num_ranks)
+    start = min(rank * chunk, size)
+    return Rows(dim, start, min(chunk, size - start), chunk)
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Elements [start, start + length) of each rank's `chunk` elements of a flat parameter; at `offset` in a bucket."""
+
+    flat: torch.Tensor
+    chunk: int
+    start: int
+    length: int
+    offset: int
+
+    def send(self, segment: torch.Tensor, rank: int) -> None:
+        """This rank's elements into its segment of the bucket; the last ranks may have fewer, or none."""
+        begin = rank * self.chunk + self.start
+        mine = self.flat[begin : min(begin + self.length, (rank + 1) * self.chunk)]
+        segment[self.offset : self.offset + mine.numel()] = mine
+
+    def receive(self, bucket: torch.Tensor, rank: int) -> None:
+        """The other ranks' elements, from [ranks, segment] to where they belong."""
+        for other, row in enumerate(bucket):
+            begin = other * self.chunk + self.start
+            end = min(begin + self.length, (other + 1) * self.chunk, self.flat.numel())
+            if other != rank and end > begin:
+                self.flat[begin:end] = row[self.offset : self.offset + end - begin]
+
+
+class Gather:
+    """Brings together what each rank updated, in collectives of `bucket_bytes` over all ranks at most."""
+
+    def __init__(
+        self,
+        cut: Iterable[tuple[nn.Parameter, Rows]],
+        group: dist.ProcessGroup,
+        *,
+        bucket_bytes: int,
+        phases: Phases,
+    ) -> None:
+        self._group, self._phases = group, phases
+        self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._buckets: list[list[_Span]] = []
+        by_type: dict[torch.dtype, list[tuple[torch.Tensor, int]]] = defaultdict(list)
+        for parameter, rows in cut:
+            chunk = rows.chunk * parameter.stride(rows.dim)
+            by_type[parameter.dtype].append((parameter.detach().view(-1), chunk))
+        for dtype, tensors in by_type.items():
+            self._fill(tensors, max(1, bucket_bytes // (dtype.itemsize * self._num_ranks)))
+
+    def _fill(self, tensors: Iterable[tuple[torch.Tensor, int]], room: int) -> None:
+        """Buckets of at most `room` elements per rank; a large parameter takes several."""
+        spans: list[_Span] = []
+        used = 0
+        for flat, chunk in tensors:
+            start = 0
+            while start < chunk:
+                if used == room:
+                    self._buckets.append(spans)
+                    spans, used = [], 0
+                length = min(chunk - start, room - used)
+                spans.append(_Span(flat, chunk, start, length, used))
+                start, used = start + length, used + length
+        if spans:
+            self._buckets.append(spans)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        for spans in self._buckets:
+            flat, size = spans[0].flat, spans[-1].offset + spans[-1].length
+            bucket = torch.empty(self._num_ranks, size, dtype=flat.dtype, device=flat.device)
+            for span in spans:
+                span.send(bucket[self._rank], self._rank)
+            with self._phases("collective", "all_gather updated weights"):
+                gather_rows(bucket, self._group)
+            for span in spans:
+                span.receive(bucket, self._rank)
+
+
+parallelism = Zero1()
