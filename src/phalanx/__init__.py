@@ -4,9 +4,30 @@ The names below are the library; everything else may move. Nothing is imported b
 `phalanx --help` and planning stay free of torch.
 """
 
-from __future__ import annotations
+import os
+import sys
 
-from typing import TYPE_CHECKING, Any
+
+def _leave_folder_behind() -> None:
+    """`python -m phalanx` puts the folder you stand in before the libraries; the `phalanx` command does not.
+
+    That entry goes before anything else is imported (__future__ and typing are files, too): nothing in a stranger's
+    folder stands in for a library. `cli._app` puts the folder behind them, where your own modules are found.
+    """
+    if sys.argv[:1] != ["-m"] or sys.flags.safe_path:  # "-m" while the module that is to run is being looked for
+        return
+    if sys.orig_argv[-len(sys.argv)].removeprefix("-m").partition(".")[0] != "phalanx":
+        return  # another package that imports us
+    try:
+        if sys.path[:1] == [os.getcwd()]:
+            del sys.path[0]
+    except FileNotFoundError:  # nobody can import from it
+        pass
+
+
+_leave_folder_behind()
+
+from typing import TYPE_CHECKING, Any  # noqa: E402
 
 __version__ = "0.1.0"
 
@@ -14,7 +35,7 @@ _HOME = {
     "Job": "phalanx.job.schema",
     "load_job": "phalanx.job.load",
     "Layout": "phalanx.plan.layout",
-    "Plan": "phalanx.plan.planner",
+    "Plan": "phalanx.plan.plan",
     "make_plan": "phalanx.plan.planner",
     "PhalanxError": "phalanx.core.errors",
     "Mesh": "phalanx.mesh.mesh",
@@ -23,6 +44,7 @@ _HOME = {
     "LogicalShard": "phalanx.mesh.logical",
     "ParallelModel": "phalanx.parallel.model",
     "parallelize": "phalanx.parallel.parallelize",
+    "shard_rules": "phalanx.core.shard_rules",
     "Trainer": "phalanx.train.trainer",
     "TrainState": "phalanx.train.state",
     "load_weights": "phalanx.checkpoint.weights",
@@ -33,6 +55,7 @@ __all__ = ["__version__", *_HOME]
 if TYPE_CHECKING:
     from phalanx.checkpoint.weights import load_weights
     from phalanx.core.errors import PhalanxError
+    from phalanx.core.shard_rules import shard_rules
     from phalanx.job.load import load_job
     from phalanx.job.schema import Job
     from phalanx.mesh.logical import LogicalShard
@@ -40,7 +63,8 @@ if TYPE_CHECKING:
     from phalanx.parallel.model import ParallelModel
     from phalanx.parallel.parallelize import parallelize
     from phalanx.plan.layout import Layout
-    from phalanx.plan.planner import Plan, make_plan
+    from phalanx.plan.plan import Plan
+    from phalanx.plan.planner import make_plan
     from phalanx.train.state import TrainState
     from phalanx.train.trainer import Trainer
 

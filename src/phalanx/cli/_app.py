@@ -14,10 +14,9 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from phalanx.cli._output import open_closed_streams, silence
+from phalanx.cli._output import open_closed_streams, silence, without_secrets
 from phalanx.core.errors import ExitCode, JobError, PhalanxError, did_you_mean
 from phalanx.core.registry import names
-from phalanx.core.secrets import Redactor
 
 PACKAGE = "phalanx.cli"
 TRY = "Try it: phalanx train (a small decoder on this interpreter's own source text, two ranks or more)"
@@ -173,5 +172,5 @@ def tell(error: PhalanxError) -> None:
 
 
 def _print_error(text: str) -> None:
-    """What a user's code raised may hold a secret of the environment: consoles are copied and kept, too."""
-    print(Redactor(os.environ).text(text), file=sys.stderr)
+    """What a user's code raised may hold a secret of the environment, too."""
+    print(without_secrets(text), file=sys.stderr)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
+import os
 import sys
 import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-from phalanx.checkpoint.best import Best, read_best
+from phalanx.checkpoint.best import BEST, Best, read_best
 from phalanx.checkpoint.diff import describe, diff_checkpoints
 from phalanx.checkpoint.folder import Folder
 from phalanx.checkpoint.locks import hold_run_lock
 from phalanx.checkpoint.manifest import read_manifest
+from phalanx.checkpoint.owner import refusal_of
 from phalanx.checkpoint.retention import Retention
 from phalanx.checkpoint.retention import prune as remove_old
-from phalanx.checkpoint.stores import find_checkpoint, is_checkpoint, is_url, store_of
+from phalanx.checkpoint.stores import find_checkpoint, is_checkpoint, is_url, run_at, store_of
 from phalanx.checkpoint.verify import verify_checkpoint
 from phalanx.cli._json import print_json, printing_json
+from phalanx.cli._output import without_secrets
 from phalanx.cli._progress import ProgressLine
 from phalanx.core.errors import CheckpointError, ExitCode, UsageError
 from phalanx.core.units import format_bytes
@@ -35,7 +37,7 @@ def ls(run: str, as_json: bool) -> int:
     for facts in found:
         mark = "  best" if best and best.step == facts["step"] else ""
         if facts["error"]:
-            print(f"{facts['name']:<{width}} damaged: {facts['error']}")
+            print(without_secrets(f"{facts['name']:<{width}} damaged: {facts['error']}"))
             continue
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts["written_unix_s"]))
         size = format_bytes(facts["num_bytes"])
@@ -82,9 +84,10 @@ def verify(place: str, all_of_them: bool, as_json: bool) -> int:
         )
         if not as_json:
             for problem in problems:
-                print(f"phalanx: {problem}", file=sys.stderr)
+                print(without_secrets(f"phalanx: {problem}"), file=sys.stderr)
             verdict = f"damaged {folder.url}: {len(problems)} problem{'s' if len(problems) > 1 else ''}"
-            print(verdict if problems else f"whole   {folder.url}: {format_bytes(total)}, every checksum holds")
+            whole = f"whole   {folder.url}: {format_bytes(total)}, every checksum holds"
+            print(without_secrets(verdict if problems else whole))
     if as_json:
         print_json("checkpoint-verify", {"checkpoints": results}, indent=1)
     return ExitCode.OK if all(result["ok"] for result in results) else ExitCode.CHECKPOINT
@@ -100,19 +103,27 @@ def diff(a: str, b: str, as_json: bool) -> int:
     else:
         print(f"first   {first.url}\nsecond  {second.url}")
         for text in describe(found):
-            print(text)
+            print(without_secrets(text))
     return ExitCode.OK if found.same else ExitCode.VERIFICATION
 
 
 def prune(run: str, keep_last: int, keep_every: int | None, dry_run: bool, as_json: bool) -> int:
     """The verb. Holds the run's lock: a job that is using the directory prunes by itself."""
-    best = _best(run)
-    retention = Retention(keep_last, keep_every, frozenset({best.step}) if best else frozenset())
     said: list[str] = []
     with printing_json(as_json):
-        before = _all_of(run)
-        with hold_run_lock(Path(run)) if not is_url(run) else contextlib.nullcontext():
-            gone = remove_old(store_of(run), retention, dry_run=dry_run, say=said.append)
+        place = str(run_at(run))
+        if is_url(place):
+            why = "a store knows neither the job that writes it nor the best checkpoint; the run's directory does"
+            fix = "prune the run: phalanx checkpoint prune RUN"
+            raise UsageError("checkpoints at a URL are not pruned by themselves", where=run, why=why, fix=fix)
+        _all_of(place)
+        with hold_run_lock(Path(place)):
+            store = store_of(place)
+            if (refusal := refusal_of(store, Path(place))) is not None:
+                raise refusal
+            before = store.folders()
+            retention = Retention(keep_last, keep_every, _best_steps(Path(place)))
+            gone = remove_old(store, retention, dry_run=dry_run, say=said.append)
     kept = [folder.name for folder in before if folder not in gone]
     if as_json:
         facts = {
@@ -125,7 +136,7 @@ def prune(run: str, keep_last: int, keep_every: int | None, dry_run: bool, as_js
         print_json("checkpoint-prune", facts, indent=1)
         return ExitCode.OK
     for text in said:
-        print(f"note    {text}")
+        print(without_secrets(f"note    {text}"))
     print(f"{'would remove' if dry_run else 'removed'}  {', '.join(folder.name for folder in gone) or 'nothing'}")
     print(f"{'would keep' if dry_run else 'kept'}  {', '.join(kept)}")
     return ExitCode.OK
@@ -133,7 +144,17 @@ def prune(run: str, keep_last: int, keep_every: int | None, dry_run: bool, as_js
 
 def _best(run: str) -> Best | None:
     """What the run's directory says; a store elsewhere does not know."""
-    return None if is_url(run) else read_best(Path(run))
+    place = run_at(run)
+    return None if is_url(place) else read_best(Path(place))
+
+
+def _best_steps(run_dir: Path) -> frozenset[int]:
+    """The step that must stay. Raises CheckpointError if there is one and nobody can say which."""
+    best = read_best(run_dir)
+    if best is None and os.path.lexists(run_dir / BEST):
+        fix = "put it right, or remove it if no checkpoint is to be kept as the best"
+        raise CheckpointError("what the best checkpoint is cannot be read", where=str(run_dir / BEST), fix=fix)
+    return frozenset({best.step} if best else ())
 
 
 def _num_bytes(folder: Folder) -> int:
@@ -151,9 +172,12 @@ def _one(place: str) -> Folder:
 
 
 def _all_of(run: str) -> list[Folder]:
+    run = str(run_at(run))
     if not is_url(run) and not Path(run).is_dir():
         _refuse_nowhere(run)
     found = store_of(run).folders()
+    if not found and is_checkpoint(run):
+        raise UsageError("this is one checkpoint, and not a run", where=run, fix="give the run's directory")
     if not found:
         fix = "checkpoint.every_steps and checkpoint.at_end say when a run saves"
         raise CheckpointError("no checkpoint is there", where=run, fix=fix)

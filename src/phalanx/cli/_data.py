@@ -24,7 +24,7 @@ from phalanx.observe.bus import Bus
 from phalanx.observe.events import Note
 from phalanx.parallel.calling import call_with_batch
 from phalanx.parallel.model import ParallelModel
-from phalanx.plan.planner import Plan
+from phalanx.plan.plan import Plan
 from phalanx.train.evaluation import HeldOut
 from phalanx.train.state import TrainState
 

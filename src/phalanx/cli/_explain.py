@@ -20,7 +20,8 @@ from phalanx.job.schema import Job
 from phalanx.job.toml import toml_value
 from phalanx.observe.units import TEXT, Units, units_of
 from phalanx.plan.cluster import detect_cluster
-from phalanx.plan.planner import Plan, make_plan
+from phalanx.plan.plan import Plan
+from phalanx.plan.planner import make_plan
 
 SCHEMA = "phalanx.explain/1"
 MAX_VALUE = 44  # characters; --json has all of them

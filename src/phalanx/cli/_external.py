@@ -30,7 +30,7 @@ from phalanx.launch.supervisor import Outcome
 from phalanx.mesh.mesh import open_store
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import RunFinished
-from phalanx.plan.planner import Plan
+from phalanx.plan.plan import Plan
 
 PREPARE_TIMEOUT_S = 600.0
 READ_TIMEOUT_S = 20.0

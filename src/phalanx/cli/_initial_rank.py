@@ -27,6 +27,7 @@ def take_initial_weights(model: Model, state: TrainState, bus: Bus, run_dir: Pat
         return
     folder, shards = find_checkpoint(told["checkpoint"]), state.model.shards()
     manifest = load(folder, shards, group=mesh, phases=state.model.phases, cast=model.init_cast, weights_only=True)
+    state.model.refresh()
     if mesh.rank == 0:
         num_cast = sum(tensor.dtype != shards[name].dtype for name, tensor in manifest.tensors.items())
         came_from = told.get("imported_from", "")

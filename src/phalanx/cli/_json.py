@@ -17,19 +17,19 @@ VERSION = 1
 
 
 def print_json(kind: str, facts: Mapping[str, Any], *, indent: int | None = None) -> None:
-    """One object with `"schema": "phalanx.KIND/1"` first; NaN and infinities become null."""
-    body = _finite({"schema": f"phalanx.{kind}/{VERSION}", **facts})
+    """One object with `"schema": "phalanx.KIND/1"` first; NaN and infinities become null, secrets `***`."""
+    body = Redactor(os.environ).value(_finite({"schema": f"phalanx.{kind}/{VERSION}", **facts}))
     print(json.dumps(body, indent=indent, allow_nan=False, ensure_ascii=False))
 
 
 @contextlib.contextmanager
 def printing_json(wanted: bool) -> Iterator[None]:
-    """Where JSON is `wanted`, an error is an object on standard output, too (phalanx.error/1), without secrets."""
+    """Where JSON is `wanted`, an error is an object on standard output, too (phalanx.error/1)."""
     try:
         yield
     except PhalanxError as error:
         if wanted:
-            print_json("error", Redactor(os.environ).value(error.to_json()))
+            print_json("error", error.to_json())
         raise
 
 

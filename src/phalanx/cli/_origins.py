@@ -9,10 +9,10 @@ from typing import Any
 
 from phalanx.checkpoint.folder import Folder, LocalFolder
 from phalanx.checkpoint.manifest import Manifest
-from phalanx.checkpoint.stores import is_checkpoint, is_url
+from phalanx.checkpoint.stores import is_checkpoint, is_url, run_at
 from phalanx.core.files import read_json
 from phalanx.job.shape import ModelShape
-from phalanx.plan.planner import Plan
+from phalanx.plan.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ def origin_of(place: str, folder: Folder, manifest: Manifest) -> Origin | None:
 
 def run_of(place: str, folder: Folder) -> Path | None:
     """The run's directory: what was named, or what holds the checkpoint that was named."""
+    place = str(run_at(place))
     if not is_url(place) and not is_checkpoint(place):
         return Path(place)
     return folder.path.absolute().parents[1] if isinstance(folder, LocalFolder) else None

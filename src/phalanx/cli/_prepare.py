@@ -13,18 +13,21 @@ from typing import Any
 
 from phalanx.checkpoint.folder import Folder
 from phalanx.checkpoint.locks import LOCK_NAME, Lock, hold_run_lock
-from phalanx.checkpoint.stores import open_store
+from phalanx.checkpoint.owner import claim, release
+from phalanx.checkpoint.stores import Store, open_store
 from phalanx.cli._baselines import score
 from phalanx.cli._facts import data_facts
 from phalanx.cli._initial import INIT, find_initial, told_shape
 from phalanx.cli._needs import check_needs
 from phalanx.cli._output import say
 from phalanx.cli._summary import summary_lines
-from phalanx.core.errors import CheckpointError, LayoutError, ResourceError, UsageError
+from phalanx.core.errors import CheckpointError, LayoutError, ResourceError, RunLockedError, UsageError
 from phalanx.core.files import open_run_directory, resource_error, write_bytes_atomic, write_json_atomic
 from phalanx.core.secrets import Redactor
+from phalanx.core.store_urls import local_directory
 from phalanx.data.corpus import MANIFEST, Corpus, verify_corpus
 from phalanx.data.prepare import prepare_corpus
+from phalanx.job.foreign import foreign_shape
 from phalanx.job.model import fixed_vocab_size, refuse_other_data, refuse_untrainable
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
@@ -34,7 +37,9 @@ from phalanx.observe.bus import Bus
 from phalanx.observe.events import RunStarted
 from phalanx.observe.tail import EventTail
 from phalanx.plan.cluster import detect_cluster
-from phalanx.plan.planner import Plan, describe, foreign_shape, make_plan
+from phalanx.plan.describe import describe
+from phalanx.plan.plan import Plan
+from phalanx.plan.planner import make_plan
 from phalanx.report.page import write_report
 
 CHECKPOINT_BYTES_PER_PARAM = 12  # fp32 weights and two moments
@@ -70,8 +75,7 @@ def prepared_run(job: Job, run_dir: Path, *, resume: bool, num_ranks: int | None
     if not resume:
         find_initial(job.model, told_shape(job))  # weights that are not there or do not fit: before data is prepared
     make_plan(job, cluster=cluster, num_ranks=num_ranks, shape=shape)  # refuse a bad layout before writing anything
-    with _new_run_directory(run_dir) as (lock, keep):
-        _require_store(job, run_dir, resume)
+    with _new_run_directory(run_dir) as (lock, keep), _store_held(job, run_dir, resume):
         is_new = not (run_dir / "data" / MANIFEST).exists()
         fixed_size = fixed_vocab_size(job.model)
         corpus = prepare_corpus(job.data, run_dir / "data", vocab_size=fixed_size)
@@ -133,15 +137,47 @@ def _initial_weights(job: Job, plan: Plan, run_dir: Path) -> tuple[dict[str, Any
     return {INIT: initial.to_json()}, initial.lines()
 
 
-def _require_store(job: Job, run_dir: Path, resume: bool) -> None:
-    """A store elsewhere can be written, now and not at the first save; a new run finds nobody's checkpoints there."""
+@contextlib.contextmanager
+def _store_held(job: Job, run_dir: Path, resume: bool) -> Iterator[None]:
+    """A store elsewhere can be written, now and not at the first save; a new run finds nobody's checkpoints there.
+
+    A directory is locked as a run's is: two runs that begin with an empty one would take each other's checkpoints for
+    their own. An object store has no lock: it says whose it is.
+    """
     if job.checkpoint.url is None:
+        yield
         return
     store = open_store(run_dir, job.checkpoint.url, say=say)
     store.probe()
-    if not resume and store.folders():
-        fix = "choose another checkpoint.url, or continue the run they belong to with --resume"
-        raise UsageError("there are checkpoints of another run", where=store.url, fix=fix)
+    with contextlib.ExitStack() as held:
+        directory = local_directory(job.checkpoint.url)
+        if directory is not None and directory.resolve() != run_dir.resolve():
+            _hold_store(held, directory)
+        if not resume and store.folders():
+            fix = "choose another checkpoint.url, or continue the run they belong to with --resume"
+            raise UsageError("there are checkpoints of another run", where=store.url, fix=fix)
+        held.enter_context(_claimed(store, run_dir))
+        yield
+
+
+@contextlib.contextmanager
+def _claimed(store: Store, run_dir: Path) -> Iterator[None]:
+    """Until there is no run: what cannot start leaves its claim behind nowhere."""
+    try:
+        claim(store, run_dir)
+        yield
+    finally:
+        if not (run_dir / "job.json").exists():
+            release(store, run_dir)
+
+
+def _hold_store(held: contextlib.ExitStack, directory: Path) -> None:
+    try:
+        held.enter_context(hold_run_lock(directory))
+    except RunLockedError as error:
+        what = error.what.replace("the run directory", "checkpoint.url")
+        fix = (error.fix or "").replace("run.dir", "checkpoint.url")
+        raise RunLockedError(what, where=error.where, fix=fix) from None
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import time
@@ -16,7 +17,9 @@ import torch
 import phalanx
 from phalanx.checkpoint.agree import agreed
 from phalanx.checkpoint.epoch import Epoch
+from phalanx.checkpoint.fit import MisfitError
 from phalanx.checkpoint.folder import Folder, place_in_run
+from phalanx.checkpoint.owner import refusal_of
 from phalanx.checkpoint.stores import Store, open_store
 from phalanx.cli._data import (
     check_masks,
@@ -28,7 +31,7 @@ from phalanx.cli._data import (
 )
 from phalanx.cli._initial_rank import take_initial_weights
 from phalanx.cli._needs import sink_openers
-from phalanx.core.errors import CheckpointError, ExitCode
+from phalanx.core.errors import CheckpointError, ExitCode, RunLockedError
 from phalanx.core.phases import BlackBox, Phases
 from phalanx.data.corpus import Corpus, load_corpus
 from phalanx.job.schema import Job
@@ -40,13 +43,14 @@ from phalanx.observe.bus import CLOSE_AFTER_ERROR_S, CLOSE_MORE_S, Bus, OpenSink
 from phalanx.observe.events import CheckpointUnusable, Note, RunStarted, TextGenerated
 from phalanx.optim.build import build_optimizer
 from phalanx.parallel.parallelize import parallelize, transforms
-from phalanx.plan.planner import Plan
+from phalanx.plan.plan import Plan
 from phalanx.resilience.fault import fault_listener
 from phalanx.resilience.guards import SkippedStepsGuard
 from phalanx.train.generate import generate
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.state import TrainState
-from phalanx.train.trainer import StopFlags, Trainer
+from phalanx.train.stop import StopFlags
+from phalanx.train.trainer import Trainer
 
 transforms()  # imported in the server, once, instead of in every rank
 
@@ -113,6 +117,8 @@ def _train(run: RankRun, bus: Bus, phases: Phases, meter: MemoryMeter, stop: Sto
                 "phalanx": phalanx.__version__,
             }
         )
+        if plan.zero_stage >= 2:
+            importlib.import_module("torch._dynamo")  # as FSDP's first use does: 100 MB of torch, not of training
         meter.start(mesh.device)
         state = build_state(job, plan, mesh, phases, tokenizer=corpus.tokenizer_digest)
         checkpoints = open_store(
@@ -146,6 +152,8 @@ def _train(run: RankRun, bus: Bus, phases: Phases, meter: MemoryMeter, stop: Sto
                 for warning in plan.warnings:
                     bus.emit(Note("warning", {"warning": warning.code, "text": warning.text}))
                 say_batch_change(job, plan, state, bus)
+                if state.lost_reduction:
+                    bus.emit(Note("compression_starts_anew", {"why": state.lost_reduction}))
             phases.leave("startup")
             ended = trainer.run()
         predicted = plan.chosen.predicted_bytes
@@ -167,17 +175,23 @@ def restore_newest(store: Store, state: TrainState, bus: Bus, *, run_dir: Path, 
     """Continue from rank 0's newest checkpoint, or with `fallback` from the newest that can be read; None without any.
 
     Collective. The list is rank 0's, because a shared file system may show each rank another one. Raises the newest's
-    CheckpointError where none can be read.
+    CheckpointError where none can be read, and RunLockedError if the store is another run's.
     """
     mesh = state.model.mesh
     found: list[str] = []
+    refusal: RunLockedError | None = None
     with agreed(mesh, store.url, "looking for checkpoints") as outcome:
         if mesh.rank == 0:
+            refusal = refusal_of(store, run_dir)  # of two runs that claimed it at once, the later one has it
+        if mesh.rank == 0 and refusal is None:
             store.clean_up()
             found = [folder.name for folder in reversed(store.folders())]
-        outcome["mine"] = found
+        outcome["mine"] = [found, refusal and [refusal.what, refusal.where, refusal.fix]]
+    names, refused = outcome["all"][0]
+    if refused is not None:
+        raise RunLockedError(refused[0], where=refused[1], fix=refused[2])
     first_error: CheckpointError | None = None
-    for name in outcome["all"][0]:
+    for name in names:
         folder = store.folder(name)
         try:
             state.restore(folder, phases=state.model.phases)
@@ -185,6 +199,8 @@ def restore_newest(store: Store, state: TrainState, bus: Bus, *, run_dir: Path, 
         except CheckpointError as error:  # on every rank, and nothing has changed
             first_error = first_error or error
             if not fallback:
+                if len(names) > 1 and not isinstance(error, MisfitError):
+                    error.fix = error.fix or "add --fallback to continue from the newest one before it that can be used"
                 break
             if mesh.rank == 0:
                 place = place_in_run(folder, run_dir)
@@ -207,6 +223,7 @@ def _run_started(
         layout=plan.layout.to_json(),
         restored_from=restored.name if restored else "",
         startup_s=time.time() - started_unix_s,
+        plain_bytes=state.model.plain_bytes,
     )
 
 

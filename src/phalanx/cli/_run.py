@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from phalanx.checkpoint.stores import newest_step, open_store
+from phalanx.checkpoint.stores import Store, newest_step, open_store
+from phalanx.checkpoint.verify import verify_checkpoint
 from phalanx.cli._json import print_json, words_on_stderr
 from phalanx.cli._needs import preload
 from phalanx.cli._prepare import Prepared, announce, conclude, prepared_run, score_baselines
 from phalanx.core.digest import differing_keys
 from phalanx.core.errors import (
+    CheckpointError,
     DataError,
     EnvironmentProblem,
     ExitCode,
@@ -23,6 +25,7 @@ from phalanx.core.errors import (
     LayoutError,
     PhalanxError,
     Problem,
+    RunLockedError,
     UsageError,
 )
 from phalanx.job.load import load_job, load_job_json
@@ -33,7 +36,7 @@ from phalanx.launch.paths import next_attempt
 from phalanx.launch.supervisor import LaunchSpec, Outcome, supervise
 from phalanx.observe.bus import Bus
 from phalanx.observe.console import Console, open_console
-from phalanx.observe.events import RunFinished, StepFinished
+from phalanx.observe.events import CheckpointSaved, CheckpointUnusable, RunFinished, StepFinished
 from phalanx.observe.tail import EventTail
 from phalanx.observe.units import units_of
 from phalanx.report.reduce import reduce_run
@@ -123,11 +126,17 @@ def _resumed_job(resume: str, overrides: Sequence[str]) -> tuple[Path, Job]:
 
 
 def is_finished(run_dir: Path, job: Job) -> bool:
-    """True if the last step is saved and what comes after it (evaluation, sample) is on record."""
+    """True if the last step is saved and what comes after it (evaluation, sample) is on record.
+
+    With checkpoint.fallback somebody doubts what is saved: then it must verify, too.
+    """
     steps = job.train.steps
     events = (envelope.event for envelope in EventTail(run_dir).poll())
     told = any(isinstance(e, RunFinished) and e.status == "finished" and e.step >= steps for e in events)
-    return told and newest_step(open_store(run_dir, job.checkpoint.url)) >= steps
+    store = open_store(run_dir, job.checkpoint.url)
+    if not told or newest_step(store) < steps:
+        return False
+    return not job.checkpoint.fallback or not verify_checkpoint(store.folders()[-1])
 
 
 def _fresh_name(job: Job) -> str:
@@ -164,7 +173,7 @@ def _supervised(run: Prepared, began: float) -> int:
             bus=bus,
             on_tick=lambda: _show(console, tail),
             say=console.say,
-            newest_step=lambda: newest_step(store),
+            newest_step=lambda: _step_to_continue(store, run_dir),
         )
         _show(console, tail)
         if outcome.status == "finished":
@@ -180,12 +189,26 @@ def _supervised(run: Prepared, began: float) -> int:
     return conclude(run, outcome)
 
 
+def _step_to_continue(store: Store, run_dir: Path) -> int:
+    """The newest checkpoint's, without those that ranks could not use and that were not written again since."""
+    unusable: set[int] = set()
+    for envelope in EventTail(run_dir).poll():
+        if isinstance(envelope.event, CheckpointUnusable):
+            unusable.add(envelope.event.step)
+        elif isinstance(envelope.event, CheckpointSaved):
+            unusable.discard(envelope.event.step)
+    try:
+        return max({folder.step for folder in store.folders()} - unusable, default=0)
+    except (OSError, CheckpointError):
+        return 0
+
+
 def _refusal(run: Prepared, outcome: Outcome) -> PhalanxError | None:
     """What a rank said that refused the job before its first step was done: as if it had been seen before the start.
 
     None for any other end, and where the words point to a log of the run.
     """
-    kinds = {kind.exit_code: kind for kind in (LayoutError, DataError, EnvironmentProblem)}
+    kinds = {kind.exit_code: kind for kind in (LayoutError, DataError, EnvironmentProblem, RunLockedError)}
     kind = kinds.get(ExitCode(outcome.exit_code))
     if kind is None or outcome.status != "failed" or str(run.run_dir) in outcome.message:
         return None

@@ -13,7 +13,9 @@ from phalanx.observe.events import (
     BaselineMeasured,
     CheckpointSaved,
     EvalFinished,
+    Event,
     MemoryMeasured,
+    RunStarted,
     StepFinished,
     StepSkipped,
     TextGenerated,
@@ -21,7 +23,7 @@ from phalanx.observe.events import (
 from phalanx.observe.tail import EventTail
 from phalanx.observe.units import units_of
 from phalanx.observe.words import printable
-from phalanx.report.facts import untrained
+from phalanx.report.facts import sent_in_words, untrained
 
 
 def summary_lines(run_dir: Path) -> list[str]:
@@ -51,6 +53,7 @@ def summary_lines(run_dir: Path) -> list[str]:
         if 0 < evaluation.best_step != evaluation.step:
             by = "" if evaluation.judged_by == "loss" else f"{printable(evaluation.judged_by)} "
             lines.append(f"        the best was {by}{evaluation.best:.3f}, at step {evaluation.best_step}")
+    lines += _wire_lines(events)
     if memory is not None:
         lines += _memory_lines(memory)
     if sample is not None:
@@ -83,6 +86,21 @@ def _metrics(evaluation: EvalFinished) -> list[str]:
     """One line for each metric of the user's objective, below each other."""
     width = max(map(len, evaluation.metrics), default=0)
     return [f"        {printable(name):<{width}}  {value:.4f}" for name, value in evaluation.metrics.items()]
+
+
+def _wire_lines(events: list[Event]) -> list[str]:
+    """What a rank sends in a step: gradients, where that is not what everybody sends, and what goes over tp."""
+    last = next((e for e in reversed(events) if isinstance(e, StepFinished)), None)
+    start = next((e for e in reversed(events) if isinstance(e, RunStarted)), None)
+    if last is None or start is None:
+        return []
+    is_usual = last.sent_bytes == start.plain_bytes or not start.plain_bytes
+    said = {
+        "gradients": "" if is_usual else sent_in_words(last.sent_bytes, start.plain_bytes),
+        "activations over tp": sent_in_words(last.sent_tp_bytes, 0),
+    }
+    words = [f"{what} {text}" for what, text in said.items() if text]
+    return [f"wire    {'; '.join(words)}"] if words else []
 
 
 def _memory_lines(memory: MemoryMeasured) -> list[str]:

@@ -11,10 +11,11 @@ from typing import Any
 
 from phalanx.cli._arguments import split_arguments
 from phalanx.cli._json import print_json, printing_json
-from phalanx.core.errors import ExitCode, LayoutError, PhalanxError, UsageError
+from phalanx.core.errors import ExitCode, LayoutError, PhalanxError, UsageError, did_you_mean
 from phalanx.core.registry import is_foreign
 from phalanx.core.units import format_count
 from phalanx.data.prepare import prepare_corpus
+from phalanx.job.foreign import foreign_shape
 from phalanx.job.load import load_job
 from phalanx.job.model import shape_of
 from phalanx.job.own_dataset import is_own_dataset
@@ -22,9 +23,18 @@ from phalanx.job.schema import Job
 from phalanx.launch.paths import next_attempt
 from phalanx.launch.supervisor import LaunchSpec, Outcome, supervise
 from phalanx.observe.bus import Bus
+from phalanx.observe.words import plural
 from phalanx.plan.cluster import detect_cluster
-from phalanx.plan.planner import foreign_shape
-from phalanx.verify.cases import SMALL_VOCAB, Case, all_layouts, asked_layout, judged_job, make_cases, shrunk
+from phalanx.verify.cases import (
+    SMALL_VOCAB,
+    Case,
+    all_layouts,
+    asked_layout,
+    compressed_layouts,
+    judged_job,
+    make_cases,
+    shrunk,
+)
 from phalanx.verify.row import ROWS, Row
 
 DTYPES = ("float64", "float32")
@@ -55,21 +65,21 @@ def verify(request: Request) -> int:
         for case in cases:
             if case.plan is None:
                 table.add(_row_of(job, case, "", refused=case.refused))
+        table.tell_refused()
         with tempfile.TemporaryDirectory(prefix="phalanx-verify-") as directory:
             stopped = _judge(
                 job, [case for case in cases if case.plan is not None], request.steps, Path(directory), table
             )
+        table.tell_refused()
     if stopped is not None:
         return stopped
     if not request.as_json:
         print(table.summary())
-    return table.exit_code(asked=request.layouts == "asked")
+    return table.exit_code(asked=request.layouts != "all")
 
 
 def _choose(request: Request) -> tuple[Job, list[Case], list[str]]:
     """(the job as it is judged, its layouts, lines about what is judged)."""
-    if request.layouts not in ("asked", "all"):
-        raise UsageError(f"--layouts {request.layouts!r}", fix="asked (the job's own layout) or all")
     job_file, overrides = split_arguments(list(request.arguments))
     if request.model is not None:
         key = "kind" if is_foreign(request.model) else "preset"
@@ -81,7 +91,7 @@ def _choose(request: Request) -> tuple[Job, list[Case], list[str]]:
     parallel = asked_layout(job)
     num_ranks = request.ranks or job.parallel.ranks or _product(parallel) or DEFAULT_RANKS
     job = judged_job(job, num_ranks)
-    layouts = list(all_layouts(num_ranks)) if request.layouts == "all" else [("asked", parallel)]
+    layouts = _layouts(request.layouts, parallel, num_ranks)
     shape = foreign_shape(job)
     num_params = (shape or shape_of(job, SMALL_VOCAB)).num_params
     if num_params > LARGE_PARAMS:
@@ -94,15 +104,31 @@ def _choose(request: Request) -> tuple[Job, list[Case], list[str]]:
     if plans:
         plan = plans[0]
         notes.append(
-            f"judged  {_model_name(job)}, {plan.num_params:,} parameters, on {num_ranks} cpu ranks: "
-            f"{request.steps} steps of {plan.global_batch_size} samples in {plan.num_microbatches} microbatches"
+            f"judged  {_model_name(job)}, {plan.num_params:,} parameters, on {plural(num_ranks, 'cpu rank')}: "
+            f"{plural(request.steps, 'step')} of {plan.global_batch_size} samples in "
+            f"{plan.num_microbatches} microbatches"
         )
     return job, cases, notes
 
 
+def _layouts(asked: str, own: dict[str, Any], num_ranks: int) -> list[tuple[str, dict[str, Any]]]:
+    """By name: "asked" is the job's own, "all" every one of these ranks, else names of those with commas between."""
+    if asked == "asked":
+        return [("asked", own)]
+    known = dict([*all_layouts(num_ranks), *compressed_layouts(num_ranks)])
+    if asked == "all":
+        return list(known.items())
+    wanted = [name.strip() for name in asked.split(",")]
+    for name in wanted:
+        if name not in known:
+            hint = did_you_mean(name, [*known, "all", "asked"]) or f"one of asked, all, {', '.join(known)}"
+            raise UsageError(f"--layouts: {name!r} is no layout of {num_ranks} ranks", fix=hint)
+    return [(name, known[name]) for name in wanted]
+
+
 def _product(parallel: dict[str, Any]) -> int:
     product = 1
-    for axis in ("dp_replicate", "dp_shard"):
+    for axis in ("dp_replicate", "dp_shard", "tp"):
         product *= parallel.get(axis, 1)
     return product if product > 1 else 0
 
@@ -188,26 +214,40 @@ class _Rows:
 
 
 class Table:
-    """Prints rows as they come, and remembers what they say."""
+    """Prints rows as they come, but for those that are refused, and remembers what they say."""
 
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json
         self.rows: list[dict[str, Any]] = []
+        self._refused: list[dict[str, Any]] = []
 
     def add(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
         if self._as_json:
             print_json("verify-row", row)
             return
+        if row["ok"] is None:
+            self._refused.append(row)
+            return
         for line in describe_row(row):
             print(line)
 
+    def tell_refused(self) -> None:
+        """Prints those that have come since the last time."""
+        for line in describe_refused(self._refused):
+            print(line)
+        self._refused = []
+
     def summary(self) -> str:
         judged = [row for row in self.rows if row["ok"] is not None]
-        good = sum(row["ok"] for row in judged)
-        refused = len(self.rows) - len(judged)
-        parts = [f"{good} of {len(judged)} rows equal the reference"]
-        parts += [f"{refused} row{'s' if refused > 1 else ''} refused"] if refused else []
+        refused = len({row["layout"] for row in self.rows if row["ok"] is None})
+        exact = [row for row in judged if row["compress"] == "none"]
+        rounded = [row for row in judged if row["compress"] != "none"]
+        parts = [f"{sum(row['ok'] for row in exact)} of {len(exact)} rows equal the reference"] if exact else []
+        if rounded:
+            good = sum(row["ok"] for row in rounded)
+            parts += [f"{good} of {len(rounded)} with compressed gradients do what they should"]
+        parts += [f"{plural(refused, 'layout')} refused"] if refused else []
         return f"verdict {', '.join(parts)}"
 
     def exit_code(self, *, asked: bool) -> int:
@@ -218,23 +258,33 @@ class Table:
         return ExitCode.JOB if is_refused and (asked or not equal) else ExitCode.OK
 
 
+def describe_refused(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each reason, with the layouts that it refuses; and the types, where it is not all of them."""
+    dtypes: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        dtypes.setdefault((row["refused"], row["layout"]), []).append(row["dtype"])
+    names: dict[str, list[str]] = {}
+    for (reason, layout), found in dtypes.items():
+        only = "" if found == [""] or set(found) == set(DTYPES) else f" ({', '.join(found)})"
+        names.setdefault(reason, []).append(f"{layout}{only}")
+    return [f"refused {', '.join(layouts)}: {reason}" for reason, layouts in names.items()]
+
+
 def describe_row(row: Mapping[str, Any]) -> list[str]:
-    """A line for a row, and where it differs what, where and why."""
-    if row["ok"] is None:
-        return [f"refused {' '.join(word for word in (row['layout'], row['dtype']) if word)}: {row['refused']}"]
+    """A line for a row that was judged, and where it differs what, where and why."""
     if row["crashed"]:
         return [
-            f"CRASHED {row['layout']:<16} {row['dtype']}",
+            f"CRASHED {row['layout']:<34} {row['dtype']}",
             *("        " + line for line in row["crashed"].split("\n")),
         ]
     errors = "  ".join(
         f"{name} {row['errors'][name]:.0e}"
-        for name in ("loss", "norm", "gradient", "weight", "buffer", "update")
+        for name in ("loss", "norm", "gradient", "sent", "weight", "buffer", "evaluation", "update")
         if name in row["errors"]
     )
-    head = "equal  " if row["ok"] else "DIFFERS"
+    head = ("equal  " if row["compress"] == "none" else "lossy  ") if row["ok"] else "DIFFERS"
     lines = [
-        f"{head} {row['layout']:<16} {row['dtype']}  {errors}  (allowed {row['tolerance']:.0e}, {row['wall_s']:.1f} s)"
+        f"{head} {row['layout']:<34} {row['dtype']}  {errors}  (allowed {row['tolerance']:.0e}, {row['wall_s']:.1f} s)"
     ]
     if row["first"]:
         lines += [f"        first   {row['first']['text']}", f"        perhaps {row['first']['cause']}"]
@@ -243,5 +293,17 @@ def describe_row(row: Mapping[str, Any]) -> list[str]:
 
 def _row_of(job: Job, case: Case, dtype: str, *, refused: str = "", crashed: str = "") -> dict[str, Any]:
     ok = None if refused else False
-    row = Row(case.name, case.parallel, _model_name(job), dtype, ok, {}, 0.0, refused=refused, crashed=crashed)
+    compress = case.parallel.get("compress", "none")
+    row = Row(
+        case.name,
+        case.parallel,
+        _model_name(job),
+        dtype,
+        ok,
+        {},
+        0.0,
+        refused=refused,
+        crashed=crashed,
+        compress=compress,
+    )
     return row.to_json()

@@ -6,22 +6,25 @@ from typing import Annotated
 
 import typer
 
-from phalanx.cli._complete import complete_job
+from phalanx.cli._job_arguments import JobArguments
 
 EXAMPLE = "Example: phalanx plan job.toml model.num_layers=24 cluster.memory_gib=8"
 
 
 def command(
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[JOB.toml] [KEY=VALUE]...",
-            help="A job file and overrides; none: the default job.",
-            autocompletion=complete_job,
-        ),
-    ] = None,
+    arguments: JobArguments = None,
     explain: Annotated[bool, typer.Option("--explain", help="Say where each value of the job comes from.")] = False,
     models: Annotated[bool, typer.Option("--models", help="List the presets of model.preset.")] = False,
+    suggest: Annotated[
+        bool, typer.Option("--suggest-rules", help="Propose sharding rules for tensor parallelism, and say why.")
+    ] = False,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="NAME", help="With --suggest-rules: a preset, or package.module:factory."),
+    ] = None,
+    judge: Annotated[
+        bool, typer.Option("--verify", help="With --suggest-rules: judge them with parallel.tp=2 (phalanx verify).")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> int:
     """Choose a layout for a job on this machine and say why, with memory per rank.
@@ -30,11 +33,20 @@ def command(
     """
     from phalanx.cli._arguments import split_arguments
     from phalanx.cli._json import print_json, printing_json
+    from phalanx.core.errors import UsageError
 
     with printing_json(as_json):
         if models:
             _list_models(as_json)
             return 0
+        if suggest:
+            from phalanx.cli._suggest import suggest_rules
+
+            return suggest_rules(arguments or [], model, verify_too=judge, as_json=as_json)
+        if model is not None or judge:
+            raise UsageError(
+                "--model and --verify are for --suggest-rules", fix="write model.kind=NAME, or phalanx verify"
+            )
         job_file, overrides = split_arguments(arguments or [])
         if explain:
             from phalanx.cli._explain import print_explained
@@ -44,7 +56,8 @@ def command(
             return 0
         from phalanx.job.load import load_job
         from phalanx.job.own_dataset import is_own_dataset
-        from phalanx.plan.planner import describe, make_plan
+        from phalanx.plan.describe import describe
+        from phalanx.plan.planner import make_plan
 
         job = load_job(job_file, overrides)
         plan = make_plan(job)

@@ -6,20 +6,14 @@ from typing import Annotated
 
 import typer
 
-from phalanx.cli._complete import complete_job, complete_run
+from phalanx.cli._complete import complete_run
+from phalanx.cli._job_arguments import JobArguments
 
 EXAMPLE = "Example: phalanx train job.toml train.steps=200 parallel.dp_shard=2 run.dir=runs/first"
 
 
 def command(
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[JOB.toml] [KEY=VALUE]...",
-            help="A job file and overrides; none: the default job.",
-            autocompletion=complete_job,
-        ),
-    ] = None,
+    arguments: JobArguments = None,
     resume: Annotated[
         str | None,
         typer.Option(

@@ -6,25 +6,19 @@ from typing import Annotated
 
 import typer
 
-from phalanx.cli._complete import complete_job
+from phalanx.cli._job_arguments import JobArguments
 
 EXAMPLE = "Example: phalanx verify job.toml --layouts=all --ranks=4"
 
 
 def command(
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[JOB.toml] [KEY=VALUE]...",
-            help="A job file and overrides; none: the default job.",
-            autocompletion=complete_job,
-        ),
-    ] = None,
+    arguments: JobArguments = None,
     model: Annotated[
         str | None, typer.Option("--model", metavar="NAME", help="A preset, or package.module:factory, instead.")
     ] = None,
     layouts: Annotated[
-        str, typer.Option("--layouts", metavar="asked|all", help="The job's own layout, or every one of these ranks.")
+        str,
+        typer.Option("--layouts", metavar="asked|all|NAMES", help="The job's own, every one of these ranks, or some."),
     ] = "asked",
     ranks: Annotated[int | None, typer.Option("--ranks", min=1, metavar="N", help="How many ranks.")] = None,
     shrink: Annotated[

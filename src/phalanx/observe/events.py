@@ -27,7 +27,10 @@ class Event:
 
 @dataclass(frozen=True)
 class RunStarted(Event):
-    """Once per attempt, from rank 0, before the first step. `step` is where training continues (0: from the start)."""
+    """Once per attempt, from rank 0, before the first step. `step` is where training continues (0: from the start).
+
+    `plain_bytes`: what a rank would send in a step to reduce gradients as they are (0: nobody counted).
+    """
 
     run: str
     job_digest: str
@@ -38,6 +41,7 @@ class RunStarted(Event):
     layout: dict[str, int]
     restored_from: str = ""
     startup_s: float = 0.0
+    plain_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,9 @@ class StepFinished(Event):
     `step_s` runs from the record of the step before, so steps leave no gap. Of a save beside training only the copy of
     the state belongs to its step; of one that training waits for the writing does, too, and its commit, which comes
     after the record, belongs to the next. `phases_s` are seconds of this rank by phase, without those of a save beside
-    training; `unaccounted_s` is `step_s` minus their sum.
+    training; `unaccounted_s` is `step_s` minus their sum. `sent_bytes` are those that this rank sent to reduce
+    gradients, by ring algorithms; `sent_tp_bytes` those it sent over tp, of activations and their gradients (0 also
+    with train.compile, where nobody counts). `loss_scale` is what fp16 multiplied the loss by (0: nothing did).
     """
 
     step: int
@@ -75,11 +81,16 @@ class StepFinished(Event):
     phases_s: dict[str, float]
     unaccounted_s: float
     rss_bytes: int
+    sent_bytes: int = 0
+    loss_scale: float = 0.0
+    sent_tp_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class StepSkipped(Event):
-    """A step whose update was not applied, on all ranks together. `reason`: "nonfinite_gradients" | "no_targets"."""
+    """A step whose update was not applied, on all ranks together. `reason`: "nonfinite_gradients" | "no_targets" |
+    "overflow" (of fp16: the next step has half the loss scale).
+    """
 
     step: int
     reason: str

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from phalanx.core.errors import LayoutError
+from phalanx.core.errors import CheckpointError, LayoutError
 from phalanx.core.registry import resolve
 from phalanx.job.schema import Optim
 from phalanx.mesh.logical import LogicalShard, full_name, local_tensor, shard_of
@@ -29,10 +29,10 @@ def build_optimizer(model: Trainable, optim: Optim) -> torch.optim.Optimizer:
     An own one ("package.module:build") is called as `build(groups, optim)` and returns a torch optimizer. State that
     it wants in checkpoints must exist when it returns: restoring copies into it.
     """
-    parameters = [parameter for _, parameter in model.named_parameters()]  # first: it brings a sharded model to rest
+    named = list(model.named_parameters())  # first: it brings a sharded model to rest
     module = getattr(model, "module", model)
     assert isinstance(module, nn.Module)
-    groups = decay_groups(module, parameters)
+    groups = decay_groups(module, named)
     if not (groups.decayed or groups.kept):
         raise LayoutError(f"{type(module).__name__} has no parameter to train", fix="leave requires_grad of some on")
     optimizer: Any = resolve(optim.kind, OPTIMIZERS, "build")(groups, optim)
@@ -56,7 +56,8 @@ def optimizer_shards(
 ) -> dict[str, LogicalShard]:
     """State as logical shards named `optim/<parameter>/<slot>`; slots of the parameter's shape share its boxes.
 
-    Slots of another shape (the update count) are the same on every rank.
+    Slots of another shape (the update count) are the same on every rank. Raises CheckpointError for one that cannot
+    be: rows of a parameter that tensor parallelism has cut.
     """
     shards: dict[str, LogicalShard] = {}
     for raw_name, parameter in named_parameters:
@@ -66,8 +67,14 @@ def optimizer_shards(
                 continue
             key = f"optim/{name}/{slot}"
             owner = model_shards[name]
-            if tuple(value.shape) == owner.global_shape:
+            if value.shape == parameter.shape:  # of the full tensor, or of what tensor parallelism left of it
                 shards[key] = owner.like(key, local_tensor(value).detach())
+            elif value.numel() > 1 and owner.global_shape != tuple(parameter.shape):
+                raise CheckpointError(
+                    f"{type(optimizer).__name__} keeps {key} of shape {list(value.shape)} for what tp left of {name}",
+                    why="nobody knows which part of the whole one's that is",
+                    fix="use an optimizer whose state has the shape of the parameter, or parallel.tp=1",
+                )
             else:
                 shards[key] = shard_of(key, value, replica=rank, num_replicas=world_size)
     return shards

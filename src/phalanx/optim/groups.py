@@ -34,18 +34,22 @@ class Groups:
         return [{"params": list(found), "weight_decay": decay} for found, decay in groups if found]
 
 
-def decay_groups(module: nn.Module, parameters: Iterable[nn.Parameter]) -> Groups:
-    """`parameters` by whether they decay, in the order they come. A tensor that two modules hold must decay in both."""
+def decay_groups(module: nn.Module, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Groups:
+    """`named_parameters` by whether they decay, in the order they come: those of `module`, or what stands for them.
+
+    A tensor that two modules hold must decay in both.
+    """
     kept = {
         id(p)
         for part in module.modules()
         for name, p in part.named_parameters(recurse=False)
         if _is_kept(part, name, p)
     }
-    trainable = [p for p in parameters if p.requires_grad]
+    kept_names = {name for name, p in module.named_parameters(remove_duplicate=False) if id(p) in kept}
+    trainable = [(name, p) for name, p in named_parameters if p.requires_grad]
     return Groups(
-        tuple(p for p in trainable if id(p) not in kept),
-        tuple(p for p in trainable if id(p) in kept),
+        tuple(p for name, p in trainable if name not in kept_names),
+        tuple(p for name, p in trainable if name in kept_names),
     )
 
 

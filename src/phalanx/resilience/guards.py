@@ -24,6 +24,8 @@ class SkippedStepsGuard:
         if facts.usable:
             self.in_a_row = self.without_targets = 0
             return None
+        if facts.reason_to_skip == "overflow":  # usual in fp16, and the loss scale gives up by itself
+            return None
         self.in_a_row += 1
         self.without_targets += facts.num_targets == 0
         if self.in_a_row > self.limit:

@@ -8,15 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
-from phalanx.core.digest import stable_hash64
 from phalanx.mesh.mesh import Mesh
 from phalanx.observe.events import EvalFinished
 from phalanx.observe.tail import recorded
 from phalanx.parallel.model import Batch, ParallelModel
+from phalanx.train.randomness import own_generators
 
 # What is evaluated: batches by source ("" where there is only one). Iterated once per evaluation; every rank must yield
 # equally many batches of each.
@@ -118,9 +117,7 @@ def undisturbed(model: ParallelModel, mesh: Mesh, seed: int) -> Iterator[None]:
     """
     buffers = [(buffer, buffer.clone()) for buffer in model.module.buffers()]
     modes: list[tuple[nn.Module, bool]] = [(module, module.training) for module in model.module.modules()]
-    devices = [mesh.device] if mesh.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(stable_hash64("evaluate", seed, mesh.data_parallel_rank) % 2**63)
+    with own_generators("evaluate", seed, mesh.data_parallel_rank, device=mesh.device):
         model.train(False)
         try:
             if mesh.device_mesh is not None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from phalanx.mesh.tensor_group import VocabularyLogits
 from phalanx.nn.objective import CausalOutput
 from phalanx.parallel.model import ParallelModel
 
@@ -32,9 +33,14 @@ def generate(
 
 def _last_logits(outputs: Any) -> torch.Tensor:
     """[vocab] fp64, on the CPU: logits after the last token."""
+    if isinstance(outputs, VocabularyLogits):
+        outputs = outputs.gathered()
     if isinstance(outputs, torch.Tensor):
         return outputs[0, -1].double().cpu()
     if not isinstance(outputs, CausalOutput):
         raise TypeError(f"cannot sample from {type(outputs).__name__}")
-    last = outputs.hidden_BTD[0, -1]
-    return (outputs.head_VD.to(last.dtype) @ last).double().cpu()
+    if outputs.vocabulary is None:
+        last = outputs.hidden_BTD[0, -1]
+        return (outputs.head_VD.to(last.dtype) @ last).double().cpu()
+    last = outputs.vocabulary.enter(outputs.hidden_BTD)[0, -1]
+    return outputs.vocabulary.gather(outputs.head_VD.to(last.dtype) @ last).double().cpu()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
+from phalanx.checkpoint.manifest import OPTIMIZER, REDUCTION
 from phalanx.mesh.logical import LogicalShard, local_bytes, local_tensor
 from phalanx.observe.events import MemoryMeasured
 from phalanx.parallel.model import ParallelModel
@@ -60,12 +61,17 @@ class MemoryMeter:
         staging_bytes: int = 0,
     ) -> MemoryMeasured:
         """States, activations and staging are counted from their tensors; "peak" is the whole rank's."""
-        weights = {name: shard for name, shard in state_shards.items() if not name.startswith("optim/")}
+        optimizer = {name: shard for name, shard in state_shards.items() if name.startswith(OPTIMIZER)}
+        reduction = {name: shard for name, shard in state_shards.items() if name.startswith(REDUCTION)}
         measured = {
-            "parameters": local_bytes(weights),
-            "gradients": sum(local_tensor(p).numel() * p.element_size() for p in model.parameters() if p.requires_grad),
-            "optimizer": local_bytes(state_shards) - local_bytes(weights),
+            "parameters": local_bytes(state_shards) - local_bytes(optimizer) - local_bytes(reduction),
+            "gradients": sum(
+                local_tensor(p).numel() * p.element_size() for p in model.module.parameters() if p.requires_grad
+            ),
+            "optimizer": local_bytes(optimizer),
         }
+        if reduction:
+            measured["compression"] = local_bytes(reduction)
         if model.saved_bytes is not None:
             measured["activations"] = model.saved_bytes
         if predicted_bytes.get("staging"):

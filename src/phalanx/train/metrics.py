@@ -49,7 +49,8 @@ class MetricSums:
                 )
         if not names:
             return {}
-        flat = self._mesh.all_reduce_sum(torch.cat([self._sums[name] for name in names])).tolist()
+        here = torch.cat([self._sums[name] for name in names])
+        flat = self._mesh.all_reduce_sum(here if self._mesh.counts_samples else torch.zeros_like(here)).tolist()
         return {name: (flat[2 * number], flat[2 * number + 1]) for number, name in enumerate(names)}
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from phalanx.checkpoint.saver import Saver, Snapshot
+from phalanx.checkpoint.saver import Saver
 from phalanx.core.errors import CheckpointError
 from phalanx.job.schema import Checkpoint
 from phalanx.mesh.mesh import Mesh
 from phalanx.observe.bus import Bus
-from phalanx.observe.events import CheckpointFailed, CheckpointPostponed, Event
+from phalanx.observe.events import CheckpointPostponed, Event
 from phalanx.train.cadence import Clock
 from phalanx.train.state import TrainState
 
@@ -52,6 +52,10 @@ class Saves:
     def _is_measuring(self) -> bool:
         """every = "auto" and its first save in flight: when the next one is due follows from what this one costs."""
         return self._kept.every is not None and self._clock.interval_s is None and self._saving_step is not None
+
+    def require_saveable(self) -> None:
+        """Raise CheckpointError, on every rank, for state that no checkpoint holds: before hours of it are lost."""
+        self._saver.require_saveable(self._state.snapshot)
 
     def after_step(self, votes: Sequence[float], *, is_stop: bool = False, is_end: bool = False) -> None:
         """What the summed votes of a step ask for. At a stop or at the end as `save` where there is no later one."""
@@ -91,11 +95,8 @@ class Saves:
                 raise
 
     def settle(self, *, in_haste: bool = False) -> None:
-        """Wait for the save in flight, if there is one, and share its outcome."""
-        failed = self._saver.wait(in_haste=in_haste)
-        if self._saving_step is not None:
-            failed = any(self._mesh.gather_json(failed))
-        self._land(failed)
+        """Wait for the save in flight, if there is one, and share its outcome; for removals only if not `in_haste`."""
+        self._land(self._saver.wait(in_haste=in_haste))
 
     def leave(self, timeout_s: float) -> None:
         """Training ends by an error: a save in flight has this long to end. Never raises."""
@@ -122,24 +123,17 @@ class Saves:
         self._tell(CheckpointPostponed(self._state.step, self._saving_step, since_s))
 
     def _begin(self, waited_s: float) -> bool:
-        if not self._saver.begin(self._snapshot(), record=self._record, waited_s=waited_s):
+        step, take = self._state.step, self._state.snapshot
+        if not self._saver.begin(step, take, record=self._record, waited_s=waited_s):
             return False
-        self._saving_step, self._began_s = self._state.step, time.monotonic()
+        self._saving_step, self._began_s = step, time.monotonic()
         self._clock.restart(self._began_s)
         return True
 
     def _save_now(self, tidy: bool) -> None:
-        self._saver.save(self._snapshot(), record=self._record, tidy=tidy)
+        self._saver.save(self._state.step, self._state.snapshot, record=self._record, tidy=tidy)
         self._clock.restart(time.monotonic())
         self._saved(self._state.step)
-
-    def _snapshot(self) -> Snapshot:
-        """Raises CheckpointError, after saying so, for state of a kind that no checkpoint holds."""
-        try:
-            return self._state.snapshot()
-        except CheckpointError as error:
-            self._tell(CheckpointFailed(self._state.step, error.where or "", str(error)))
-            raise
 
     def _land(self, failed: bool) -> None:
         """No thread is at work on any rank: take what became of the save in flight, if there was one."""

@@ -12,7 +12,7 @@ import torch
 from phalanx.checkpoint.epoch import Epoch
 from phalanx.checkpoint.folder import Folder, as_folder
 from phalanx.checkpoint.load import load
-from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.manifest import REDUCTION, Manifest
 from phalanx.checkpoint.save import Saved, save
 from phalanx.checkpoint.saver import Snapshot
 from phalanx.checkpoint.stores.protocol import Store
@@ -20,8 +20,11 @@ from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import LogicalShard
 from phalanx.optim.build import optimizer_shards
-from phalanx.optim.state import drop_slots, group_numbers, make_slots, numbers_of, places_of
+from phalanx.optim.state import Put, Undo, group_values, make_slots, numbers_of, places_of, tensors_of
+from phalanx.parallel.loss_scale import require_facts
 from phalanx.parallel.model import ParallelModel
+
+LOSS_SCALE = "loss_scale"  # among the facts of a run in fp16
 
 
 @dataclass
@@ -40,20 +43,26 @@ class TrainState:
     step: int = 0
     tokens_seen: int = 0
     samples_seen: int = 0
+    lost_reduction: str = ""
+    """Why `restore` left the state of compressed gradients in the checkpoint; empty if it did not."""
 
     def __post_init__(self) -> None:
-        self._built = group_numbers(self.optimizer)
+        self._built = group_values(self.optimizer)
 
     def shards(self) -> dict[str, LogicalShard]:
         """Every tensor of the state by its full-model name."""
         model = self.model.shards()
         mesh = self.model.mesh
-        named = self.model.named_parameters()
-        return model | optimizer_shards(self.optimizer, named, model, rank=mesh.rank, world_size=mesh.world_size)
+        named = list(self.model.named_parameters())
+        ranks = {"rank": mesh.rank, "world_size": mesh.world_size}
+        slots = optimizer_shards(self.optimizer, named, self.model.trained_shards(), **ranks)
+        own = tensors_of(self.optimizer, named, **ranks)
+        return model | slots | own | self.model.reduction_shards()
 
     def facts(self) -> dict[str, Any]:
         """What there is besides tensors. Raises CheckpointError for an optimizer that keeps what cannot be saved."""
         numbers = numbers_of(self.optimizer, self.model.named_parameters(), self._built)
+        scale = self.model.loss_scale
         return {
             "step": self.step,
             "tokens_seen": self.tokens_seen,
@@ -61,6 +70,7 @@ class TrainState:
             "seed": self.seed,
             "tokenizer": self.tokenizer,
             "optimizer": {"kind": type(self.optimizer).__name__, "numbers": numbers},
+            **({LOSS_SCALE: scale.facts()} if scale is not None else {}),
         }
 
     def snapshot(self) -> Snapshot:
@@ -99,30 +109,54 @@ class TrainState:
         """Continue from a checkpoint. Collective; raises CheckpointError with the state untouched."""
         where = as_folder(folder).url
         shards = self.shards()
-        numbers: list[tuple[dict[str, Any], str, Any]] = []
-        made: list[tuple[torch.nn.Parameter, str]] = []
+        puts: list[Put] = []
+        made: list[Undo] = []
 
-        def require(manifest: Manifest) -> None:
+        def require(manifest: Manifest) -> Manifest:
             self._require_same_run(manifest, where)
             named = list(self.model.named_parameters())
-            numbers.extend(places_of(self.optimizer, named, manifest.facts["optimizer"].get("numbers", {})))
-            made.extend(make_slots(self.optimizer, named, manifest.tensors))
+            puts.extend(places_of(self.optimizer, named, manifest.facts["optimizer"].get("numbers", {})))
+            whole = {name: shard.global_shape for name, shard in shards.items()}
+            made.extend(make_slots(self.optimizer, named, manifest.tensors, whole))
             shards.update(self.shards())
+            return self._fitting_reduction(manifest, shards)
 
         try:
             facts = load(folder, shards, group=self.model.mesh, phases=phases, require=require).facts
         except CheckpointError:
-            drop_slots(self.optimizer, made)
+            for undo in made:
+                undo()
             raise
-        for place, key, value in numbers:
-            place[key] = value
+        for put in puts:
+            put()
+        self.model.refresh()
+        if self.model.loss_scale is not None and LOSS_SCALE in facts:
+            self.model.loss_scale.restore(facts[LOSS_SCALE])
         self.step, self.tokens_seen = int(facts["step"]), int(facts["tokens_seen"])
         self.samples_seen = int(facts["samples_seen"])
 
+    def _fitting_reduction(self, manifest: Manifest, shards: dict[str, LogicalShard]) -> Manifest:
+        """What was not sent yet belongs to the ranks that kept it: other ranks, or another compression, begin anew.
+
+        Takes out of `shards` what is not to be loaded; returns the manifest without what nobody wants.
+        """
+        wanted = {name: shard.global_shape for name, shard in shards.items() if name.startswith(REDUCTION)}
+        found = {name: tensor.shape for name, tensor in manifest.tensors.items() if name.startswith(REDUCTION)}
+        self.lost_reduction = ""
+        if wanted == found:
+            return manifest
+        for name in wanted:
+            del shards[name]
+        if found:
+            self.lost_reduction = "what gradients had not sent yet was of other ranks, or of another compression"
+        return manifest.without(REDUCTION)
+
     def _require_same_run(self, manifest: Manifest, where: str) -> None:
-        missing = sorted(set(self.facts()) - set(manifest.facts))
+        missing = sorted(set(self.facts()) - set(manifest.facts) - {LOSS_SCALE})
         if missing:
             raise CheckpointError(f"it does not say {', '.join(missing)}", where=where)
+        if LOSS_SCALE in manifest.facts:
+            require_facts(manifest.facts[LOSS_SCALE], where)
         seed = manifest.facts["seed"]
         if seed != self.seed:
             raise CheckpointError(f"it was written with run.seed {seed}, not {self.seed}", where=where)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -15,18 +12,14 @@ from typing import Protocol
 import psutil
 import torch
 
-from phalanx.checkpoint.best import BEST, read_best, write_best
 from phalanx.checkpoint.epoch import Epoch
 from phalanx.checkpoint.saver import Saver, Target
 from phalanx.checkpoint.stores import open_store
-from phalanx.core.digest import stable_hash64
-from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import Phases
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import Mesh
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import (
-    CheckpointFailed,
     EvalFinished,
     Event,
     Note,
@@ -36,21 +29,21 @@ from phalanx.observe.events import (
 )
 from phalanx.optim.build import set_learning_rate
 from phalanx.optim.schedule import learning_rate
-from phalanx.parallel.model import Batch, Objective, StepFacts
-from phalanx.plan.planner import Plan
+from phalanx.parallel.model import Objective, StepFacts
+from phalanx.plan.plan import Plan
+from phalanx.train.best import Best, best_steps
 from phalanx.train.evaluation import (
-    LOSS,
     EvalRecord,
     Evaluation,
     HeldOut,
     Judged,
-    over_sources,
     read_record,
-    undisturbed,
 )
-from phalanx.train.metrics import MetricSums, SumAndCount, means, require_metric
+from phalanx.train.evaluator import Evaluator
+from phalanx.train.randomness import seed_generators
 from phalanx.train.saves import Saves
 from phalanx.train.state import TrainState
+from phalanx.train.stop import StopAskedError, StopFlags
 
 
 class Microbatches(Protocol):
@@ -67,23 +60,6 @@ class Guard(Protocol):
     """
 
     def reason_to_skip(self, step: int, facts: StepFacts) -> str | None: ...
-
-
-@dataclass
-class StopFlags:
-    """What this rank was asked by signals. Ranks agree on it in the reduction of each step."""
-
-    sigterm: bool = False
-    sigint: bool = False
-
-    def listen(self) -> None:
-        """From now on SIGTERM and SIGINT ask for a stop at a step boundary."""
-        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "sigterm", True))
-        signal.signal(signal.SIGINT, lambda *_: setattr(self, "sigint", True))
-
-
-class StopAskedError(Exception):
-    """All ranks agreed, inside an evaluation, to stop. Never leaves the trainer."""
 
 
 class Trainer:
@@ -113,20 +89,26 @@ class Trainer:
         records: Callable[[int], Sequence[Event]] = lambda step: (),
     ) -> None:
         self.job, self.plan, self.mesh, self.state, self.bus = job, plan, mesh, state, bus
-        self.data, self.objective, self.held_out, self.guards = data, objective, held_out, tuple(guards)
+        self.data, self.objective, self.guards = data, objective, tuple(guards)
         self.stop = stop or StopFlags()
         self.run_dir, self.epoch, self.records, self.source_weights = run_dir, epoch, records, source_weights
         self.phases: Phases = state.model.phases
         self._process = psutil.Process()
         self._saves = self._open_saves() if run_dir is not None else None
+        self._best = Best(job, mesh, bus, run_dir)
+        self._evaluator = self._open_evaluator(held_out) if held_out is not None else None
         self._unrecorded: tuple[StepFacts, str | None] | None = None
         self._recorded_s = time.perf_counter()
         self._evals = EvalRecord()
+        self._is_saveable = False
+        self._said_to_draw: set[str] = set()
+        self._unused: frozenset[str] = frozenset()
 
     def run(self) -> str:
         """Train until the last step or an agreed stop. Returns "finished", "sigterm" or "sigint".
 
-        On every rank: CheckpointError if the save at the end or at a stop fails, NumericsError if a guard gives up.
+        On every rank: CheckpointError if the save at the end or at a stop fails, or if after the first update there is
+        state that no checkpoint holds; NumericsError if a guard gives up.
         """
         try:
             return self._run()
@@ -136,14 +118,17 @@ class Trainer:
             raise
 
     def _run(self) -> str:
-        self._require_metric()
+        if self._evaluator is not None:
+            self._evaluator.require_metric(self.job.eval.metric)
         self._evals = read_record(self.run_dir, self.state.step, self.mesh, self.job.eval.metric)
-        self._mend_best()
+        self._best.mend(self._evals, self.state.step)
         self.phases.take()
         self._recorded_s = time.perf_counter()
         reason = self._evaluate_if_due()  # of the step that is continued from, if a stop or a crash kept it from being
         while reason is None and self.state.step < self.job.train.steps:
-            facts, _ = self._unrecorded = self.step()
+            facts, skipped = self._unrecorded = self.step()
+            if skipped is None:
+                self._require_saveable()
             sigterm, sigint, *of_saves = facts.votes
             is_end = self.state.step == self.job.train.steps and self.job.checkpoint.at_end
             if self._saves is not None:
@@ -151,7 +136,7 @@ class Trainer:
             self._record()
             reason = "sigterm" if sigterm else "sigint" if sigint else self._evaluate_if_due()
         if self._saves is not None:
-            self._saves.settle()
+            self._saves.settle(in_haste=reason is not None)
         if reason is None:
             return "finished"
         self.bus.emit(StopRequested(self.state.step, reason))
@@ -161,24 +146,31 @@ class Trainer:
         """One optimizer update. Returns its facts, and why it was skipped if it was."""
         step = self.state.step + 1
         self.phases.step = step
-        # What a user's module draws (dropout) is a function of (seed, step, share of the batch): resuming repeats it.
-        torch.manual_seed(stable_hash64("step", self.state.seed, step, self.mesh.data_parallel_rank) % 2**63)
+        # What a user's module draws besides dropout is a function of (seed, step, share of the batch): resuming repeats
+        # it. Dropout follows the sample instead (parallel.draws).
+        seed_generators("step", self.state.seed, step, self.mesh.data_parallel_rank)
         with self.phases("data"):
             microbatches = self.data.step_microbatches(step)
         model, optimizer = self.state.model, self.state.optimizer
-        sums = model.forward_backward(microbatches, self.objective)
+        sums = model.forward_backward(microbatches, self.objective, step=step)
         facts = model.finish_step(sums, max_norm=self.job.optim.clip_norm, votes=self._votes())
         reasons = [facts.reason_to_skip, *(guard.reason_to_skip(step, facts) for guard in self.guards)]
         skipped = next((reason for reason in reasons if reason), None)
         with self.phases("optimizer"):
             if skipped is None:
                 set_learning_rate(optimizer, learning_rate(self.job, step))
-                optimizer.step()
+                model.update(optimizer)
             optimizer.zero_grad(set_to_none=True)
         self.state.step = step
         self.state.tokens_seen += facts.num_targets
         self.state.samples_seen += self.job.train.global_batch_size
         return facts, skipped
+
+    def _require_saveable(self) -> None:
+        """Many optimizers make their state at their first update: it is looked at once, then."""
+        if self._saves is not None and not self._is_saveable:
+            self._saves.require_saveable()
+        self._is_saveable = True
 
     def _votes(self) -> tuple[float, ...]:
         of_saves = self._saves.votes() if self._saves is not None else (0.0, 0.0, 0.0)
@@ -195,11 +187,21 @@ class Trainer:
             incremental=kept.incremental,
             keep_last=kept.keep_last,
             keep_every=kept.keep_every,
-            kept=partial(_best_steps, run_dir),
+            kept=partial(best_steps, run_dir),
         )
         timeout_s = self.job.resilience.collective_timeout_s
         saver = Saver(target, self.mesh, self.bus, self.phases, asynchronous=kept.asynchronous, timeout_s=timeout_s)
         return Saves(saver, kept, self.mesh, self.state, self.bus, record=self._record)
+
+    def _open_evaluator(self, held_out: HeldOut) -> Evaluator:
+        return Evaluator(
+            self.state,
+            self.mesh,
+            objective=self.objective,
+            held_out=held_out,
+            source_weights=self.source_weights,
+            stop=self.stop,
+        )
 
     @property
     def staging_bytes(self) -> int:
@@ -243,10 +245,32 @@ class Trainer:
                 phases_s={name: round(seconds, 6) for name, seconds in phases_s.items()},
                 unaccounted_s=step_s - sum(phases_s.values()),
                 rss_bytes=self._process.memory_info().rss,
+                sent_bytes=facts.sent_bytes,
+                loss_scale=facts.loss_scale,
+                sent_tp_bytes=facts.sent_tp_bytes,
             )
         )
         for event in self.records(step):
             self.bus.emit(event)
+        self._say_what_torch_draws()
+
+    def _say_what_torch_draws(self) -> None:
+        """Once for each module whose random numbers depend on the layout."""
+        news = {name: why for name, why in self.state.model.left_to_torch.items() if name not in self._said_to_draw}
+        self._said_to_draw |= set(news)
+        for name, why in news.items() if self.plan.layout.world_size > 1 and self.mesh.rank == 0 else ():
+            text = f"{name or 'the model'}: {why}, which depend on the layout; a run repeats itself all the same"
+            self.bus.emit(Note("warning", {"warning": "draws_depend_on_layout", "text": text}))
+        self._say_unused()
+
+    def _say_unused(self) -> None:
+        """Once of each parameter without part in the loss, where that is allowed: it may be a mistake all the same."""
+        found = self.state.model.unused_parameters - self._unused
+        self._unused |= found
+        if found and self.mesh.rank == 0:
+            names = ", ".join(sorted(found)[:3]) + (" ..." if len(found) > 3 else "")
+            text = f"{len(found)} parameters had no part in rank 0's loss of step {self.state.step}: {names}"
+            self.bus.emit(Note("unused_parameters", {"why": text, "names": sorted(found)}))
 
     def _evaluate_if_due(self) -> str | None:
         """Evaluate between two steps, or after the last. Returns "sigterm" or "sigint" if all agreed to stop instead:
@@ -254,7 +278,7 @@ class Trainer:
         """
         step, every = self.state.step, self.job.eval.every_steps
         is_due = step == self.job.train.steps or (every is not None and step % every == 0 and step > 0)
-        if self.held_out is None or not is_due or self._evals.has(step):
+        if self._evaluator is None or not is_due or self._evals.has(step):
             return None
         self.phases.step = step  # the first thing after a restart, perhaps
         began = time.perf_counter()
@@ -272,54 +296,23 @@ class Trainer:
 
     def evaluate(self) -> Evaluation:
         """Loss and metrics on the held-out batches. Collective; training goes on as if it had not been."""
-        assert self.held_out is not None, "there is nothing to evaluate"
-        loss_by_source: dict[str, float] = {}
-        targets_by_source: dict[str, int] = {}
-        metrics_by_source: dict[str, dict[str, SumAndCount]] = {}
-        with self.phases("evaluate"), undisturbed(self.state.model, self.mesh, self.state.seed):
-            for source, batches in self.held_out.items():
-                objective = MetricSums(self.objective, self.mesh)
-                sums = self.state.model.evaluate(self._until_stopped(batches), objective)
-                loss, num_targets = self.state.model.reduce_sums(sums)
-                metrics_by_source[source] = objective.reduced()
-                if num_targets:
-                    loss_by_source[source], targets_by_source[source] = loss, num_targets
-        loss = over_sources(loss_by_source, self.source_weights or targets_by_source)
-        metrics = means(metrics_by_source, self.source_weights)
-        return Evaluation(self.state.step, loss, sum(targets_by_source.values()), loss_by_source, metrics)
-
-    def _require_metric(self) -> None:
-        """Refuse an eval.metric that there is not (LayoutError), before training: the first held-out batch shows it."""
-        if self.job.eval.metric == LOSS or self.held_out is None:
-            return
-        objective = MetricSums(self.objective, self.mesh)
-        batches = next(iter(self.held_out.values()))
-        with self.phases.apart(), self.phases("evaluate"), undisturbed(self.state.model, self.mesh, self.state.seed):
-            self.state.model.evaluate(itertools.islice(batches, 1), objective)
-        require_metric(self.job.eval.metric, list(objective.reduced()))
-
-    def _until_stopped(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The batches; before each, all ranks agree whether to go on: an evaluation may outlast a grace period."""
-        for batch in batches:
-            votes = torch.tensor([self.stop.sigterm, self.stop.sigint], dtype=torch.float64, device=self.mesh.device)
-            with self.phases("collective", "all_reduce stop votes"):
-                sigterm, sigint = self.mesh.all_reduce_sum(votes).tolist()
-            if sigterm or sigint:
-                raise StopAskedError("sigterm" if sigterm else "sigint")
-            yield batch
+        assert self._evaluator is not None, "there is nothing to evaluate"
+        return self._evaluator.evaluate()
 
     def _conclude(self, found: Evaluation, wall_s: float) -> None:
         """Keep the step if it is the best and the job wants that, then say what was found.
 
         An evaluation that is on record is not done again. What the record says of the best, and a crash kept from being
-        done, `_mend_best` does.
+        done, `Best.mend` does.
         """
         step = found.step
         metric, mode = self.job.eval.metric, self.job.eval.mode or "min"
-        self._evals.add(step, Judged(found.loss, found.num_targets, found.value_of(metric)))
+        judged = Judged(found.loss, found.num_targets, found.value_of(metric))
+        self._evals.add(step, judged)
         best_step, best = self._evals.best(found.num_targets, mode)
-        if self.job.eval.keep_best and best_step == step:
-            self._keep_best(found)
+        if self.job.eval.keep_best and best_step == step and self._saves is not None:
+            self.save()
+            self._saves.once_saved(partial(self._best.name, step, judged))
         if self.mesh.rank != 0:
             return
         several = {name: loss for name, loss in found.loss_by_source.items() if math.isfinite(loss)}
@@ -337,52 +330,3 @@ class Trainer:
                 best_value=best.value,
             )
         )
-
-    def _keep_best(self, found: Evaluation) -> None:
-        """Save this step if it is not saved yet, and once it is, name it in RUN/best.json. A failure is an event."""
-        if self._saves is not None:
-            self.save()
-            judged = Judged(found.loss, found.num_targets, found.value_of(self.job.eval.metric))
-            self._saves.once_saved(partial(self._name_best, found.step, judged))
-
-    def _mend_best(self) -> None:
-        """The step that is continued from was the best, and its checkpoint was there, but no more time to name it."""
-        step, evals = self.state.step, self._evals
-        if self.run_dir is None or not self.job.eval.keep_best or not evals.has(step):
-            return
-        judged = evals.of(step)
-        best_step, _ = evals.best(judged.num_targets, self.job.eval.mode or "min")
-        named = read_best(self.run_dir)
-        if best_step == step and (named is None or named.step != step):
-            self._name_best(step, judged)
-
-    def _name_best(self, step: int, judged: Judged) -> None:
-        if self.run_dir is None or self.mesh.rank != 0:
-            return
-        metric = self.job.eval.metric
-        try:
-            write_best(
-                self.run_dir,
-                step=step,
-                loss=judged.loss,
-                num_targets=judged.num_targets,
-                metric=metric,
-                value=judged.value,
-                place=self._place_of(step),
-            )
-        except CheckpointError as error:
-            self.bus.emit(CheckpointFailed(step, BEST, str(error)))
-        except OSError as error:
-            self.bus.emit(CheckpointFailed(step, BEST, error.strerror or str(error)))
-
-    def _place_of(self, step: int) -> str | None:
-        """Where the checkpoint of a step is, if that is not in the run's own directory."""
-        if self.run_dir is None or self.job.checkpoint.url is None:
-            return None
-        folders = open_store(self.run_dir, self.job.checkpoint.url).folders()
-        return next((folder.url for folder in folders if folder.step == step), None)
-
-
-def _best_steps(run_dir: Path) -> frozenset[int]:
-    best = read_best(run_dir)
-    return frozenset() if best is None else frozenset((best.step,))

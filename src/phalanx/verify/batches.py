@@ -14,7 +14,7 @@ from phalanx.data.loader import Share, TrainBatches
 from phalanx.data.samples import SampleSpec
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
-from phalanx.plan.planner import Plan
+from phalanx.plan.plan import Plan
 from phalanx.verify.cases import NUM_MICROBATCHES
 
 Batch = Mapping[str, torch.Tensor]

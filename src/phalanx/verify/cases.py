@@ -8,16 +8,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.core.errors import LayoutError
+from phalanx.core.registry import names
 from phalanx.job.model import shape_of
-from phalanx.job.schema import Job
+from phalanx.job.schema import Job, Parallel
 from phalanx.job.shape import ModelShape
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.planner import Plan, make_plan
+from phalanx.plan.data_parallel import KEYS
+from phalanx.plan.plan import Plan
+from phalanx.plan.planner import make_plan
 
 NUM_MICROBATCHES = 2
 ROWS_PER_RANK = 2  # of each microbatch
 SMALL_VOCAB = 251  # a prime: some rank has less of the embedding than the others
 MAX_SEQ_LEN = 64
+WAYS = (*KEYS, "blocks_per_unit")
+
+_WAYS = {key: Parallel.model_fields[key].default for key in WAYS}
+
+
+AXES = ("dp_replicate", "dp_shard", "zero_stage", "tp", "sequence_parallel")
 
 
 @dataclass(frozen=True)
@@ -74,22 +83,85 @@ def shrunk(job: Job) -> tuple[Job, str]:
 
 def asked_layout(job: Job) -> dict[str, Any]:
     """The axes that the job sets."""
-    keys = ("dp_replicate", "dp_shard", "zero_stage")
-    return {key: getattr(job.parallel, key) for key in keys if getattr(job.parallel, key) is not None}
+    keys = (*AXES, "tp_chunks", "compress", "compress_rank", "compress_fraction", *WAYS)
+    found = {key: getattr(job.parallel, key) for key in keys}
+    return {key: value for key, value in found.items() if value != Parallel.model_fields[key].default}
+
+
+def compressed_layouts(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """DDP with each way of compressing gradients, as `verify` names them."""
+    if num_ranks > 1:
+        for kind in names("phalanx.parallel.hooks"):
+            yield f"ddp-{kind}", {"dp_replicate": num_ranks, "compress": kind}
 
 
 def all_layouts(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every layout of exactly `num_ranks` ranks that can be named today."""
+    for tp in (d for d in range(1, num_ranks + 1) if num_ranks % d == 0):
+        for name, axes in _data_parallel(num_ranks // tp):
+            if tp == 1:
+                yield name, axes
+                continue
+            prefix = "" if name == "one" else f"{name}-"
+            yield f"{prefix}tp{tp}", {**axes, "tp": tp}
+            if name == "one":
+                yield f"tp{tp}-whole-sequence", {**axes, "tp": tp, "sequence_parallel": False}
+                yield f"tp{tp}-chunks", {**axes, "tp": tp, "tp_chunks": 2}
+                yield f"tp{tp}-selective", {**axes, "tp": tp, "train.recompute": "selective"}
+    if num_ranks == 1:
+        yield "one-offload-optimizer", {"offload": "optimizer"}
+        return
+    yield from recomputed(num_ranks)
+    yield from data_parallel_variants(num_ranks)
+
+
+def _data_parallel(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
     if num_ranks == 1:
         yield "one", {}
         return
     yield "ddp", {"dp_replicate": num_ranks}
-    for stage in (2, 3):
+    for stage in (1, 2, 3):
         yield f"zero{stage}", {"dp_shard": num_ranks, "zero_stage": stage}
     for replicas in (d for d in range(2, num_ranks) if num_ranks % d == 0):
-        for stage in (2, 3):
+        for stage in (1, 2, 3):
             axes = {"dp_replicate": replicas, "dp_shard": num_ranks // replicas, "zero_stage": stage}
             yield f"hsdp{replicas}x{num_ranks // replicas}-zero{stage}", axes
+
+
+RECOMPUTED = {
+    "ddp-selective": {"train.recompute": "selective"},
+    "ddp-every2": {"train.recompute": "every-k", "train.recompute_every": 2},
+    "ddp-offload-activations": {"train.offload_activations": True},
+    "zero3-full": {"train.recompute": "full"},
+    "zero3-selective": {"train.recompute": "selective", "train.offload_activations": True},
+    "zero3-sqrt": {"train.recompute": "sqrt"},
+}
+
+
+def recomputed(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each way of keeping less, in a layout or two. What goes by memory ("budget") only chooses among these."""
+    for name, settings in RECOMPUTED.items():
+        axes = {"dp_replicate": num_ranks} if name.startswith("ddp") else {"dp_shard": num_ranks, "zero_stage": 3}
+        yield name, axes | settings
+
+
+def data_parallel_variants(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Ways of running data parallelism, several of those that have nothing to do with each other at a time."""
+    zero = {stage: {"dp_shard": num_ranks, "zero_stage": stage} for stage in (1, 2, 3)}
+    yield "ddp-static", {"dp_replicate": num_ranks, "static_graph": True}
+    yield (
+        "ddp-unused-offload-optimizer",
+        {"dp_replicate": num_ranks, "unused_parameters": "allow", "offload": "optimizer"},
+    )
+    yield "zero1-offload-optimizer", {**zero[1], "offload": "optimizer"}
+    yield "zero2-accumulate-offload-optimizer", {**zero[2], "accumulate": "sharded", "offload": "optimizer"}
+    yield "zero3-units2-whole", {**zero[3], "blocks_per_unit": 2, "keep_whole_below": 64, "prefetch": 1}
+    yield "zero3-one-unit-offload-parameters", {**zero[3], "blocks_per_unit": "all", "offload": "parameters"}
+    for replicas in (d for d in range(2, num_ranks) if num_ranks % d == 0):
+        axes = {"dp_replicate": replicas, "dp_shard": num_ranks // replicas, "zero_stage": 3}
+        accumulate = {"accumulate": "sharded", "keep_whole_below": 64}
+        yield f"hsdp{replicas}x{num_ranks // replicas}-accumulate", {**axes, **accumulate}
+        break
 
 
 def make_cases(
@@ -108,7 +180,10 @@ def make_cases(
     cases = []
     for name, parallel in layouts:
         body = job.to_json()
-        body["parallel"] |= dict.fromkeys(("dp_replicate", "dp_shard", "zero_stage"), None) | dict(parallel)
+        body["parallel"] |= dict.fromkeys(AXES, None) | {"compress": "none"} | _WAYS
+        for key, value in parallel.items():
+            section, _, name_of_key = key.rpartition(".")
+            body[section or "parallel"][name_of_key] = value
         try:
             shares = plan_of(body).layout.data_parallel_size
             body["train"]["micro_batch_size"] = job.train.global_batch_size // (NUM_MICROBATCHES * shares)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,29 +11,40 @@ import torch
 
 from phalanx.mesh.logical import LogicalShard, full_name, local_tensor
 from phalanx.parallel.model import Batch, Objective, ParallelModel
+from phalanx.verify.masks import Watch
 from phalanx.verify.trace import TraceReader
 from phalanx.verify.trace_facts import BUFFERS, FINAL, INITIAL, UPDATED, Trace, gradients_of
 
-Dots = tuple[float, float, float, float]
-"""Over the elements a rank holds: |a - r|^2, |a|^2, a.r, |r|^2, with `a` the layout's and `r` the reference's."""
+Dots = tuple[float, float, float, float, float]
+"""Over the elements a rank holds: |a - r|^2, |a|^2, a.r, |r|^2, with `a` the layout's and `r` the reference's.
+
+The last is |r|^2 again, of a block that several ranks hold while they differ in others (fused keys) its share.
+"""
 
 
 @dataclass
 class Followed:
     """What one rank saw. `tensors`: set -> name -> dots; `held`: name -> which part this rank holds, in words.
 
-    `boxes`: name -> (offset, size) of each block of it.
+    `boxes`: name -> (offset, size, ranks that hold it while they differ in others) of each block of it.
+    `wrong_masks`: (step, from 0; dropout layer; by how much).
     """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     num_targets: list[int] = field(default_factory=list)
+    evaluation: float = math.nan
     local_means: list[list[float]] = field(default_factory=list)
     tensors: dict[str, dict[str, Dots]] = field(default_factory=dict)
     held: dict[str, str] = field(default_factory=dict)
-    boxes: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = field(default_factory=dict)
+    boxes: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], int]]] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
+    wrong_masks: list[tuple[int, str, float]] = field(default_factory=list)
+    digests: dict[str, str] = field(default_factory=dict)
+    """Of each weight after the steps, where ranks that hold it must hold the same bits."""
+    apart: dict[str, float] = field(default_factory=dict)
+    """What differs by design, and how much."""
 
     def to_json(self) -> dict[str, Any]:
         return dict(self.__dict__)
@@ -43,21 +55,27 @@ def follow(
     objective: Objective,
     steps: Sequence[Sequence[Batch]],
     trace: Trace,
+    *,
+    seed: int = 0,
 ) -> Followed:
     """Train `steps` (this rank's microbatches of each) as the reference did, and compare. Collective."""
     found = Followed()
     shards = model.shards()
     wanted = set(trace.sizes[INITIAL])
-    found.unknown = sorted(set(_parameters(model)) - wanted)
+    found.unknown = sorted(set(named_tensors(model)) - wanted)
     found.absent = sorted(wanted - set(shards))
-    found.held = {name: _held(shard) for name, shard in shards.items()}
-    found.boxes = {name: [(box.global_offset, box.size) for box in shard.boxes] for name, shard in shards.items()}
-    found.tensors[INITIAL] = _compare(trace, INITIAL, shards)
+    found.held = {name: held_in_words(shard) for name, shard in shards.items()}
+    found.boxes = boxes_of(shards)
+    place = {"share": model.mesh.data_parallel_rank, "shares": model.plan.layout.data_parallel_size}
+    watch = Watch(model.module, seed, **place) if trace.dropped else None
+    found.tensors[INITIAL] = compare_blocks(trace, INITIAL, shards)
     optimizer = torch.optim.SGD(list(model.parameters()), lr=trace.lr)
     for number, (microbatches, reference) in enumerate(zip(steps, trace.steps, strict=True)):
         optimizer.zero_grad()
         means: list[float] = []
-        sums = model.forward_backward(microbatches, _noting(objective, means))
+        if watch is not None:
+            watch.begin_step(number + 1, len(next(iter(microbatches[0].values()))))
+        sums = model.forward_backward(microbatches, noting(objective, means))
         facts = model.finish_step(sums, max_norm=reference.max_norm)
         found.losses.append(facts.loss)
         found.norms.append(facts.grad_norm)
@@ -65,13 +83,26 @@ def follow(
         found.local_means.append(means)
         # The reference keeps gradients as they were before clipping.
         clipped = 1.0 if reference.max_norm is None else reference.max_norm / reference.grad_norm
-        found.tensors[gradients_of(number)] = _compare(trace, gradients_of(number), _gradients(model), 1 / clipped)
-        optimizer.step()
+        found.tensors[gradients_of(number)] = compare_blocks(
+            trace, gradients_of(number), gradient_shards(model), 1 / clipped
+        )
+        model.update(optimizer)
+    found.wrong_masks = [(step - 1, name, off) for (step, name), off in watch.wrong.items()] if watch else []
     shards = model.shards()
-    found.tensors[FINAL] = _compare(trace, FINAL, shards)
+    found.tensors[FINAL] = compare_blocks(trace, FINAL, shards)
     if BUFFERS in trace.sizes:
-        found.tensors[BUFFERS] = _compare(trace, BUFFERS, shards)
+        found.tensors[BUFFERS] = compare_blocks(trace, BUFFERS, shards)
+    model.train(False)
+    found.evaluation, _ = model.reduce_sums(model.evaluate(steps[-1], objective))
+    model.train()
     return found
+
+
+def boxes_of(shards: Mapping[str, LogicalShard]) -> dict[str, list[tuple[tuple[int, ...], tuple[int, ...], int]]]:
+    """As in `Followed`."""
+    return {
+        name: [(box.global_offset, box.size, box.num_replicas) for box in shard.boxes] for name, shard in shards.items()
+    }
 
 
 def follow_optimizer(
@@ -85,11 +116,11 @@ def follow_optimizer(
     for microbatches in steps:
         optimizer.zero_grad()
         model.finish_step(model.forward_backward(microbatches, objective))
-        optimizer.step()
-    return _compare(trace, UPDATED, model.shards())
+        model.update(optimizer)
+    return compare_blocks(trace, UPDATED, model.shards())
 
 
-def _noting(objective: Objective, means: list[float]) -> Objective:
+def noting(objective: Objective, means: list[float]) -> Objective:
     """The objective, which also keeps each microbatch's own mean: what a mean of means would be made of."""
 
     def noted(outputs: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,29 +131,29 @@ def _noting(objective: Objective, means: list[float]) -> Objective:
     return noted
 
 
-def _parameters(model: ParallelModel) -> dict[str, torch.Tensor]:
+def named_tensors(model: ParallelModel) -> dict[str, torch.Tensor]:
     return {full_name(name): parameter for name, parameter in model.named_parameters()}
 
 
-def _gradients(model: ParallelModel) -> dict[str, LogicalShard]:
-    """The gradients in the places of their parameters; zeros where a parameter had no part in the loss."""
-    shards = model.shards()
+def gradient_shards(model: ParallelModel) -> dict[str, LogicalShard]:
+    """The gradients in the places of what is updated; zeros where a parameter had no part in the loss."""
+    shards = model.trained_shards()
     gradients = {}
-    for name, parameter in _parameters(model).items():
+    for name, parameter in named_tensors(model).items():
         local = shards[name].tensor
         gradient = torch.zeros_like(local) if parameter.grad is None else local_tensor(parameter.grad).detach()
         gradients[name] = shards[name].like(name, gradient)
     return gradients
 
 
-def _compare(trace: Trace, kind: str, shards: Mapping[str, LogicalShard], factor: float = 1.0) -> dict[str, Dots]:
+def compare_blocks(trace: Trace, kind: str, shards: Mapping[str, LogicalShard], factor: float = 1.0) -> dict[str, Dots]:
     """Dots of each tensor that the reference has, over the blocks of this rank; `factor` undoes a known scaling."""
     found: dict[str, Dots] = {}
     with TraceReader(trace, kind) as reader:
         for name in trace.sizes[kind]:
             if name not in shards:
                 continue
-            shard, dots = shards[name], torch.zeros(4, dtype=torch.float64)
+            shard, dots = shards[name], torch.zeros(5, dtype=torch.float64)
             for box in shard.boxes:
                 places = tuple(slice(o, o + n) for o, n in zip(box.local_offset, box.size, strict=True))
                 actual = shard.tensor[places].double().cpu() * factor
@@ -130,12 +161,13 @@ def _compare(trace: Trace, kind: str, shards: Mapping[str, LogicalShard], factor
                 if actual.shape != wanted.shape:
                     actual = torch.full_like(wanted, float("nan"))  # it stands where no such block is
                 pairs = ((actual - wanted, actual - wanted), (actual, actual), (actual, wanted), (wanted, wanted))
-                dots += torch.stack([(a * b).sum() for a, b in pairs])
+                sums = [(a * b).sum() for a, b in pairs]
+                dots += torch.stack((*sums, sums[3] / box.num_replicas))
             found[name] = tuple(dots.tolist())
     return found
 
 
-def _held(shard: LogicalShard) -> str:
+def held_in_words(shard: LogicalShard) -> str:
     """ "whole", "nothing", or "[0:16, :] of [64, 32]"."""
     if not shard.boxes:
         return "nothing"

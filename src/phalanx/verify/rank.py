@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import json
@@ -10,6 +11,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,15 @@ from phalanx.nn.objective import CausalOutput
 from phalanx.optim.build import build_optimizer
 from phalanx.parallel.model import Batch
 from phalanx.parallel.parallelize import parallelize, transforms
+from phalanx.plan.coverage import check_rules, whole_by_default
 from phalanx.plan.layout import Layout
-from phalanx.plan.planner import Plan
+from phalanx.plan.plan import Plan
 from phalanx.verify.batches import as_dtype, global_steps, share_of
 from phalanx.verify.follow import follow, follow_optimizer
-from phalanx.verify.reference import LossSum, plain_cross_entropy, train_alone
+from phalanx.verify.follow_lossy import digests_of, follow_lossy
+from phalanx.verify.lossy import comparable, is_lossy, note_on, tolerance_of, unequal_ranks
+from phalanx.verify.masks import Definition
+from phalanx.verify.reference import LossSum, evaluate_alone, plain_cross_entropy, train_alone
 from phalanx.verify.row import ROWS, Row
 from phalanx.verify.trace import write_trace
 from phalanx.verify.trace_facts import TRACE, UPDATED, Trace, read_trace
@@ -73,14 +79,19 @@ def judge(job: Job, case: Mapping[str, Any], trace: Trace, steps: list[list[Batc
     """The row of one layout. Collective."""
     began = time.monotonic()
     plan = Plan.from_json(case["plan"])
-    tolerance = TOLERANCE["float32" if trace.narrows else trace.dtype]
+    tolerance = tolerance_of(plan.compress, TOLERANCE["float32" if trace.narrows else trace.dtype])
+    whole, trace = trace, (trace if plan.compress == "none" else comparable(trace, plan.compress))
     try:
         with open_mesh(plan.layout, device="cpu") as inner:
             module, notes = build_untouched(job, plan, trace.dtype, materialize=False)
             model = parallelize(module, plan, inner, seed=job.run.seed)
             objective = build_objective(job)
             mine = share_of(steps, inner.data_parallel_rank, plan.layout.data_parallel_size)
-            found = follow(model, objective, mine, trace)
+            if is_lossy(plan.compress):
+                found = follow_lossy(model, objective, mine, whole)
+            else:
+                found = follow(model, objective, mine, trace, seed=job.run.seed)
+            found.digests = digests_of(model) if plan.compress != "none" else {}
             if UPDATED in trace.sizes:
                 module, _ = build_untouched(job, plan, trace.dtype, materialize=False)
                 model = parallelize(module, plan, inner, seed=job.run.seed)
@@ -89,10 +100,19 @@ def judge(job: Job, case: Mapping[str, Any], trace: Trace, steps: list[list[Batc
             seen = inner.gather_json(found.to_json())
     except LayoutError as error:  # the same on every rank: it is about the module
         return _refused(case, model_name, trace.dtype, str(error))
+    if plan.layout.tp > 1:
+        rules = check_rules(plan.rules, plan.model_shape, plan.layout.tp)
+        notes += tuple(filter(None, [whole_by_default(rules, plan.model_shape)]))
     if trace.narrows and trace.dtype == "float64":
         notes += ("the module computes in fewer digits than float64 on its way, and is judged by those",)
     dp = plan.layout.data_parallel_size
-    verdict = Judge(trace, seen, tolerance=tolerance, data_parallel_size=dp).verdict()
+    verdict = Judge(trace, seen, tolerance=tolerance, data_parallel_size=dp, tp=plan.layout.tp).verdict()
+    if plan.compress != "none":
+        notes += (note_on(plan.compress, tolerance),)
+        unequal = unequal_ranks(seen, trace.order, len(whole.steps) - 1)
+        verdict = replace(verdict, errors={**verdict.errors, **found.apart}, first=verdict.first or unequal)
+    if verdict.eased:
+        notes += (f"judged by what float32 loses in one process: {', '.join(verdict.eased[:3])}",)
     wall_s = round(time.monotonic() - began, 3)
     return Row(
         layout=case["name"],
@@ -104,6 +124,7 @@ def judge(job: Job, case: Mapping[str, Any], trace: Trace, steps: list[list[Batc
         tolerance=tolerance,
         first=verdict.first,
         notes=notes,
+        compress=plan.compress,
         wall_s=wall_s,
     )
 
@@ -121,14 +142,31 @@ def _write_reference(directory: Path, job: Job, plan: Plan, dtype: str, steps: l
     loss_sum = _loss_sum(job, plan)
     try:
         with _repeatable():
-            seen = probe(build, loss_sum, steps[0][0])
+            seen = probe(build, loss_sum, steps[0][0], job.run.seed)
             module, updated = build(), None
-            alone = train_alone(module, loss_sum, steps, clip=CLIP, move=MOVE)
+            masks = Definition(module, job.run.seed)
+            alone = train_alone(module, loss_sum, steps, clip=CLIP, move=MOVE, around=masks.of)
             if dtype == "float64" and not seen.narrows:  # else the root of a small second moment has few digits
                 other = build()
                 optimizer = build_optimizer(other, job.optim)
-                updated = (other, train_alone(other, loss_sum, steps, clip=CLIP, move=MOVE, optimizer=optimizer))
-            write_trace(directory, dtype, module, seen, alone, updated=updated)
+                masks = Definition(other, job.run.seed)
+                by_optimizer = train_alone(
+                    other, loss_sum, steps, clip=CLIP, move=MOVE, optimizer=optimizer, around=masks.of
+                )
+                updated = (other, by_optimizer)
+            exact = directory.parent / "reference-float64"
+            has_exact = dtype == "float32" and (exact / TRACE).exists()
+            evaluate = functools.partial(evaluate_alone, loss_sum=loss_sum, microbatches=steps[-1])
+            write_trace(
+                directory,
+                dtype,
+                module,
+                seen,
+                alone,
+                evaluate=evaluate,
+                updated=updated,
+                exact=exact if has_exact else None,
+            )
     except Exception as error:
         traceback.print_exc()  # in the rank's log
         return described_failure(error, dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import nn
 Batch = Mapping[str, torch.Tensor]
 LossSum = Callable[[nn.Module, Batch], tuple[torch.Tensor, torch.Tensor]]
 """(sum of the losses of a batch's targets, how many they are)."""
+Around = Callable[[int, int, int], AbstractContextManager[None]]
+"""What a forward runs in: of (step, counted from 1; its first row of the step's batch; how many rows)."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ def train_alone(
     clip: float,
     move: float,
     optimizer: torch.optim.Optimizer | None = None,
+    around: Around = lambda step, first_row, num_rows: nullcontext(),
 ) -> Iterator[AloneStep]:
     """Plain gradient descent over `steps`, each a list of microbatches; yields when a step's gradients are there.
 
@@ -48,9 +52,12 @@ def train_alone(
     lr = 0.0
     for number, microbatches in enumerate(steps):
         module.zero_grad()
-        loss, count = 0.0, 0
+        loss, count, first_row = 0.0, 0, 0
         for batch in microbatches:
-            total, targets = loss_sum(module, batch)
+            num_rows = len(next(iter(batch.values())))
+            with around(number + 1, first_row, num_rows):
+                total, targets = loss_sum(module, batch)
+            first_row += num_rows
             total.backward()
             loss, count = loss + total.item(), count + int(targets)
         if not count:
@@ -78,6 +85,18 @@ def train_alone(
             for parameter in named.values():
                 if parameter.grad is not None:
                     parameter -= lr * (1.0 if max_norm is None else max_norm / norm) * parameter.grad
+
+
+@torch.no_grad()
+def evaluate_alone(module: nn.Module, loss_sum: LossSum, microbatches: Sequence[Batch]) -> float:
+    """Loss per target in evaluation mode, as the module is."""
+    loss, count, was_training = 0.0, 0, module.training
+    module.eval()
+    for batch in microbatches:
+        total, targets = loss_sum(module, batch)
+        loss, count = loss + total.item(), count + int(targets)
+    module.train(was_training)
+    return loss / count
 
 
 def plain_cross_entropy(outputs: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,7 +24,11 @@ class Difference:
 
     def __str__(self) -> str:
         name = f" {self.name}" if self.name else ""
-        when = f" in step {self.step + 1}" if self.what not in ("initial weight", "weight", "update") else ""
+        when = (
+            f" in step {self.step + 1}"
+            if self.what not in ("initial weight", "weight", "update", "evaluation loss")
+            else ""
+        )
         where = ""
         if self.name:
             more = f" and {len(self.ranks) - 1} more" if len(self.ranks) > 1 else ""
@@ -47,6 +51,8 @@ class Row:
     refused: str = ""
     crashed: str = ""
     notes: tuple[str, ...] = ()
+    compress: str = "none"
+    """How gradients were compressed: `ok` is then not equality, and a note says what it is."""
     wall_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:

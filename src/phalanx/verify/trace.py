@@ -7,7 +7,7 @@ hold the tensors by their names.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,17 @@ from safetensors.torch import save_file
 from torch import nn
 
 from phalanx.verify.reference import AloneStep
-from phalanx.verify.trace_facts import BUFFERS, FINAL, INITIAL, TRACE, UPDATED, Trace, TraceStep, gradients_of
+from phalanx.verify.trace_facts import (
+    BUFFERS,
+    FINAL,
+    GRADIENTS,
+    INITIAL,
+    TRACE,
+    UPDATED,
+    Trace,
+    TraceStep,
+    gradients_of,
+)
 from phalanx.verify.untouched import Probe
 
 
@@ -51,9 +61,14 @@ def write_trace(
     seen: Probe,
     steps: Iterable[AloneStep],
     *,
+    evaluate: Callable[[nn.Module], float],
     updated: tuple[nn.Module, Iterable[AloneStep]] | None = None,
+    exact: Path | None = None,
 ) -> None:
-    """Run `steps`, which change `module`, and keep all that they show. Atomic enough: trace.json is written last."""
+    """Run `steps`, which change `module`, and keep all that they show. Atomic enough: trace.json is written last.
+
+    `exact`: the directory of the same steps in float64, which tells how much of a tensor is rounding.
+    """
     directory.mkdir(parents=True, exist_ok=True)  # a group that crashed may have begun
     sizes = {INITIAL: _save(directory / INITIAL, dict(module.named_parameters()))}
     kept, lr = [], 0.0
@@ -67,10 +82,24 @@ def write_trace(
     buffers = _persistent_buffers(module)
     if buffers:
         sizes[BUFFERS] = _save(directory / BUFFERS, buffers)
+    evaluation = evaluate(module)
     if updated is not None:
         sizes[UPDATED] = _run_and_save(directory, *updated)
     body = {"dtype": dtype, "lr": lr, "steps": [asdict(step) for step in kept], "sizes": sizes, **asdict(seen)}
+    if exact is not None:
+        body["rounding"] = {kind: _distances(directory, exact, kind) for kind in sizes if kind.startswith(GRADIENTS)}
+    body["evaluation"] = evaluation
     (directory / TRACE).write_text(json.dumps(body))
+
+
+def _distances(directory: Path, exact: Path, kind: str) -> dict[str, float]:
+    """How far each tensor of a set is from the same in float64: ||a - b||."""
+    with safe_open(directory / f"{kind}.safetensors", framework="pt") as mine:  # type: ignore[no-untyped-call]
+        with safe_open(exact / f"{kind}.safetensors", framework="pt") as wide:  # type: ignore[no-untyped-call]
+            return {
+                name: (mine.get_tensor(name).double() - wide.get_tensor(name)).norm().item()
+                for name in mine.keys()  # noqa: SIM118 (no mapping)
+            }
 
 
 def _persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 GRADIENTS = "step-"
 ROUNDING_64, ROUNDING_32 = 1e-10, 1e-5  # of a usual tensor: a gradient this small is zero but for rounding
+
+ROUNDINGS = 4  # two differ by twice what each lost, and ranks add up in another order
 
 INITIAL, FINAL = "initial", "final"
 UPDATED = "updated"  # weights after the job's own optimizer; sizes are how far they moved
@@ -34,7 +36,7 @@ class TraceStep:
 class Trace:
     """`sizes`: set -> name -> norm of the tensor; `order`: parameters as a forward meets them.
 
-    `narrows` and `mixes_rows` are what verify/untouched.py saw of the module.
+    `narrows`, `mixes_rows` and `dropped` are what verify/untouched.py saw of the module.
     """
 
     directory: Path
@@ -45,6 +47,19 @@ class Trace:
     sizes: Mapping[str, Mapping[str, float]]
     narrows: bool = False
     mixes_rows: bool = False
+    dropped: tuple[str, ...] = ()
+    rounding: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Set -> name -> how far the tensor in one process is from the same in float64. Empty where nobody computed it."""
+    evaluation: float | None = None
+    """Loss of the last step's microbatches in evaluation mode, after the last step; None: it is not to be compared."""
+
+    def tolerance(self, kind: str, name: str, usual: float) -> float:
+        """What a tensor may be off by: `usual`, or a few times what float32 alone has cost it in one process.
+
+        Sums that cancel (the gradient of a norm of keys) lose digits in any order that ranks add them up in.
+        """
+        lost = self.rounding.get(kind, {}).get(name, 0.0)
+        return max(usual, ROUNDINGS * lost / self.scale(kind, name)) if lost else usual
 
     def scale(self, kind: str, name: str) -> float:
         """What an error of the tensor is relative to: its own size, or a thousandth of a usual one's if that is more.
@@ -81,4 +96,16 @@ def read_trace(directory: Path) -> Trace:
     body = json.loads((directory / TRACE).read_text())
     steps = tuple(TraceStep(**step) for step in body["steps"])
     order, narrows, mixes_rows = tuple(body["order"]), body["narrows"], body["mixes_rows"]
-    return Trace(directory, body["dtype"], body["lr"], steps, order, body["sizes"], narrows, mixes_rows)
+    return Trace(
+        directory,
+        body["dtype"],
+        body["lr"],
+        steps,
+        order,
+        body["sizes"],
+        narrows,
+        mixes_rows,
+        tuple(body["dropped"]),
+        body.get("rounding", {}),
+        body["evaluation"],
+    )

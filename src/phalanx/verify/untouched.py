@@ -15,7 +15,8 @@ from phalanx.core.errors import LayoutError
 from phalanx.job.schema import Job
 from phalanx.mesh.logical import module_shards
 from phalanx.nn.build import build_model
-from phalanx.plan.planner import Plan
+from phalanx.plan.plan import Plan
+from phalanx.verify.masks import Definition
 from phalanx.verify.reference import Batch, LossSum, forward_order
 
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
@@ -26,27 +27,29 @@ MIXES = 1e-4  # far above the rounding of a sum, far below what statistics of a 
 class Probe:
     """`order`: parameters as a forward meets them. `narrows`: in float64 it rounds to a narrower type on its way.
 
-    `mixes_rows`: the loss of a batch is not the sum of the losses of its parts, as with BatchNorm.
+    `mixes_rows`: the loss of a batch is not the sum of the losses of its parts, as with BatchNorm. `dropped`: modules
+    that drop something.
     """
 
     order: tuple[str, ...]
     narrows: bool
     mixes_rows: bool
+    dropped: tuple[str, ...] = ()
 
 
 def build_untouched(job: Job, plan: Plan, dtype: str, *, materialize: bool) -> tuple[nn.Module, tuple[str, ...]]:
-    """The job's module in `dtype`, in training mode, without dropout; and what was done to it."""
+    """The job's module in `dtype`, in training mode, without dropout that each rank draws; and what was done to it."""
     module = build_model(job, plan.model_shape).to(getattr(torch, dtype))
-    num_dropped = switch_off_dropout(module)
+    num_dropped = switch_off_dropout(module) if plan.dropout == "local" else 0
     if materialize and any(p.is_meta for p in module.parameters()):
         module.to_empty(device="cpu")
-        shards, _ = module_shards(module, replica=0, num_replicas=1)
+        shards, _ = module_shards(module)
         with torch.no_grad():
             module.initialize(shards, job.run.seed)  # type: ignore[operator]
     if not num_dropped:
         return module, ()
     layers = f"{num_dropped} dropout layers are" if num_dropped > 1 else "1 dropout layer is"
-    return module, (f"{layers} switched off: what they draw depends on the layout",)
+    return module, (f"{layers} switched off: with parallel.dropout=local what they draw depends on the layout",)
 
 
 def switch_off_dropout(module: nn.Module) -> int:
@@ -61,21 +64,28 @@ def switch_off_dropout(module: nn.Module) -> int:
     return num_dropped
 
 
-def probe(build: Callable[[], nn.Module], loss_sum: LossSum, batch: Batch) -> Probe:
+def probe(build: Callable[[], nn.Module], loss_sum: LossSum, batch: Batch, seed: int) -> Probe:
     """Look at one forward of modules of their own: it may move buffers, and the reference must not have seen it.
 
     Raises LayoutError for a forward that draws random numbers: what it computes is not a function of the batch.
     """
     module, losses = build(), []
-    narrowing = _Narrowing()
-    with _refusing_draws(module), narrowing:
-        order = forward_order(module, lambda: losses.append(loss_sum(module, batch)[0].item()))
-    other = build()
+    narrowing, masks = _Narrowing(), Definition(module, seed)
     rows = len(next(iter(batch.values())))
-    halves = [{key: t[part] for key, t in batch.items()} for part in (slice(rows // 2), slice(rows // 2, rows))]
-    with torch.no_grad():
-        apart = sum(loss_sum(other, half)[0].item() for half in halves) if rows > 1 else losses[0]
-    return Probe(tuple(order), narrowing.found, abs(apart - losses[0]) > MIXES * abs(losses[0]))
+    with _refusing_draws(module), masks.of(1, 0, rows), narrowing:
+        order = forward_order(module, lambda: losses.append(loss_sum(module, batch)[0].item()))
+    mixes = rows > 1 and _mixes_rows(build(), loss_sum, batch, seed, losses[0])
+    return Probe(tuple(order), narrowing.found, mixes, tuple(masks.dropped))
+
+
+@torch.no_grad()
+def _mixes_rows(module: nn.Module, loss_sum: LossSum, batch: Batch, seed: int, loss: float) -> bool:
+    """Whether the loss of the two halves of a batch is another than `loss`, that of the whole."""
+    rows, apart, masks = len(next(iter(batch.values()))), 0.0, Definition(module, seed)
+    for start, stop in ((0, rows // 2), (rows // 2, rows)):
+        with masks.of(1, start, stop - start):
+            apart += loss_sum(module, {key: t[start:stop] for key, t in batch.items()})[0].item()
+    return abs(apart - loss) > MIXES * abs(loss)
 
 
 class _Narrowing(TorchDispatchMode):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from phalanx.core.units import GIB
+from phalanx.core.units import GIB, MIB
 from phalanx.observe.events import (
     Envelope,
     EvalFinished,
@@ -127,6 +127,12 @@ def values_of(event: Event, name_of: Callable[[str], str] = plain_name) -> dict[
             "time/unaccounted_s": event.unaccounted_s,
             "memory/rss_gib": event.rss_bytes / GIB,
         }
+        if event.sent_bytes:
+            values["throughput/sent_mib"] = event.sent_bytes / MIB
+        if event.sent_tp_bytes:
+            values["throughput/sent_tp_mib"] = event.sent_tp_bytes / MIB
+        if event.loss_scale:
+            values["train/loss_scale"] = event.loss_scale
         return values | {f"time/{phase}_s": seconds for phase, seconds in event.phases_s.items()}
     if isinstance(event, EvalFinished):
         by_source = {f"eval/loss/{name_of(name)}": loss for name, loss in event.loss_by_source.items()}

@@ -1,0 +1,64 @@
+"""The best step of a run so far: RUN/best.json names it, once its checkpoint is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from phalanx.checkpoint.best import BEST, read_best, write_best
+from phalanx.checkpoint.stores import open_store
+from phalanx.core.errors import CheckpointError
+from phalanx.job.schema import Job
+from phalanx.mesh.mesh import Mesh
+from phalanx.observe.bus import Bus
+from phalanx.observe.events import CheckpointFailed
+from phalanx.train.evaluation import EvalRecord, Judged
+
+
+class Best:
+    """Names the best step of a run, on rank 0. `run_dir=None`: there is nowhere to."""
+
+    def __init__(self, job: Job, mesh: Mesh, bus: Bus, run_dir: Path | None) -> None:
+        self._job, self._mesh, self._bus, self._run_dir = job, mesh, bus, run_dir
+
+    def mend(self, evals: EvalRecord, step: int) -> None:
+        """The step that is continued from was the best, and its checkpoint was there, but no more time to name it."""
+        if self._run_dir is None or not self._job.eval.keep_best or not evals.has(step):
+            return
+        judged = evals.of(step)
+        best_step, _ = evals.best(judged.num_targets, self._job.eval.mode or "min")
+        named = read_best(self._run_dir)
+        if best_step == step and (named is None or named.step != step):
+            self.name(step, judged)
+
+    def name(self, step: int, judged: Judged) -> None:
+        """Write that `step`, whose checkpoint is there, is the best. A failure is an event."""
+        if self._run_dir is None or self._mesh.rank != 0:
+            return
+        metric = self._job.eval.metric
+        try:
+            write_best(
+                self._run_dir,
+                step=step,
+                loss=judged.loss,
+                num_targets=judged.num_targets,
+                metric=metric,
+                value=judged.value,
+                place=self._place_of(step),
+            )
+        except CheckpointError as error:
+            self._bus.emit(CheckpointFailed(step, BEST, str(error)))
+        except OSError as error:
+            self._bus.emit(CheckpointFailed(step, BEST, error.strerror or str(error)))
+
+    def _place_of(self, step: int) -> str | None:
+        """Where the checkpoint of a step is, if that is not in the run's own directory."""
+        if self._run_dir is None or self._job.checkpoint.url is None:
+            return None
+        folders = open_store(self._run_dir, self._job.checkpoint.url).folders()
+        return next((folder.url for folder in folders if folder.step == step), None)
+
+
+def best_steps(run_dir: Path) -> frozenset[int]:
+    """The step that must be kept, whatever else is removed."""
+    best = read_best(run_dir)
+    return frozenset() if best is None else frozenset((best.step,))

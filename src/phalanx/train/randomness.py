@@ -1,0 +1,37 @@
+"""What a user's code draws from the generators that belong to nobody is a function of the step, so that it repeats.
+
+Those of Python, of numpy (the old, global one) and of torch: a forward may use any of them. A generator of its own is
+state that nobody sees.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from phalanx.core.digest import stable_hash64
+
+
+def seed_generators(*parts: object) -> None:
+    """Set all of them by `parts`."""
+    number = stable_hash64(*parts)
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.manual_seed(number % 2**63)
+
+
+@contextmanager
+def own_generators(*parts: object, device: torch.device) -> Iterator[None]:
+    """Inside they are set by `parts`; outside they go on as if nothing had been drawn."""
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        seed_generators(*parts)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])

@@ -1,0 +1,23 @@
+"""How a run is asked to stop: by signals to any rank, on which all ranks agree."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+
+@dataclass
+class StopFlags:
+    """What this rank was asked by signals. Ranks agree on it in the reduction of each step."""
+
+    sigterm: bool = False
+    sigint: bool = False
+
+    def listen(self) -> None:
+        """From now on SIGTERM and SIGINT ask for a stop at a step boundary."""
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "sigterm", True))
+        signal.signal(signal.SIGINT, lambda *_: setattr(self, "sigint", True))
+
+
+class StopAskedError(Exception):
+    """All ranks agreed, inside an evaluation, to stop. Never leaves the trainer."""

@@ -1,0 +1,108 @@
+"""How far what the ranks of a layout saw is from the trace, number by number and tensor by tensor. Torch-free.
+
+The error of a tensor is |a - r| / max(|r|, 1e-3 |g| / sqrt(num_tensors)), over all its blocks on all ranks; replicas
+count each time, so that the error is never too small.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.verify.trace_facts import FINAL, UPDATED, Trace
+
+NO_DOTS = (0.0,) * 5
+
+Block = tuple[tuple[int, ...], tuple[int, ...]]
+Box = tuple[tuple[int, ...], tuple[int, ...], int]
+"""(offset, size) in the whole tensor, and how many ranks hold this one while they differ in others."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What one process did, and what every rank saw of the same."""
+
+    trace: Trace
+    seen: Sequence[Mapping[str, Any]]
+
+    def scalar_error(self, found: float, attribute: str, step: int) -> float:
+        wanted = getattr(self.trace.steps[step], attribute)
+        error = abs(found - wanted) / max(abs(wanted), 1e-30)
+        return error if error == error else math.inf
+
+    def worst_scalar(self, key: str, attribute: str) -> float:
+        return max(
+            self.scalar_error(found, attribute, step) for seen in self.seen for step, found in enumerate(seen[key])
+        )
+
+    def evaluation_errors(self) -> list[float]:
+        wanted = self.trace.evaluation
+        if wanted is None:
+            return [0.0]
+        errors = [abs(seen["evaluation"] - wanted) / max(abs(wanted), 1e-30) for seen in self.seen]
+        return [error if error == error else math.inf for error in errors]
+
+    def error(self, kind: str, name: str) -> float:
+        square = sum(seen["tensors"][kind].get(name, NO_DOTS)[0] for seen in self.seen)
+        error = square**0.5 / self.trace.scale(kind, name) if square == square else math.inf
+        return max(error, self.gap(kind, name))
+
+    def gap(self, kind: str, name: str) -> float:
+        """0 if the blocks of all ranks make the tensor a whole number of times, else how far they are from it."""
+        if not covers_evenly([_boxes(seen, name) for seen in self.seen]):
+            return 1.0
+        kind = FINAL if kind == UPDATED else kind  # whose sizes are those of the movement
+        size = self.trace.sizes[kind][name] ** 2
+        held = sum(seen["tensors"][kind].get(name, NO_DOTS)[-1] for seen in self.seen)
+        if size == 0:
+            return 0.0
+        copies = held / size
+        gap = abs(copies - max(1, round(copies)))
+        return gap if gap > 1e-6 else 0.0
+
+    def worst(self, kind: str) -> float:
+        return max((self.error(kind, name) for name in self.judged(kind)), default=0.0)
+
+    def judged(self, kind: str) -> list[str]:
+        """The tensors of a set, in forward order.
+
+        Not the update of one whose gradient is rounding: Adam divides that by its own size, and moves it at random.
+        """
+        names = [name for name in self.trace.order if name in self.trace.sizes[kind]] or list(self.trace.sizes[kind])
+        return [n for n in names if kind != UPDATED or not self.trace.never_moved_by_more_than_rounding(n)]
+
+    def square(self, kind: str, name: str, rank: int) -> float:
+        return float(self.seen[rank]["tensors"][kind].get(name, NO_DOTS)[0])
+
+    def factor(self, kind: str, names: Sequence[str], rank: int) -> float | None:
+        """What a rank's part is a multiple of the reference by, if it is one."""
+        dots = [self.seen[rank]["tensors"][kind].get(name, NO_DOTS) for name in names]
+        aa, ar, rr = (sum(d[i] for d in dots) for i in (1, 2, 3))
+        if not rr or not aa or aa != aa:
+            return None
+        factor = ar / rr
+        residual = max(0.0, aa - factor * ar)
+        return factor if residual <= 1e-6 * aa else None
+
+
+def covers_evenly(boxes_of_ranks: Sequence[Sequence[Box]]) -> bool:
+    """True if the blocks of all ranks make one whole, each as often as the others, or as it says: none overlaps
+    another in part."""
+    count = Counter(box for boxes in boxes_of_ranks for box in boxes)
+    if len({number / box[2] for box, number in count.items()}) > 1:
+        return False
+    blocks = [box[:2] for box in count]
+    return not any(_overlap(a, b) for a, b in itertools.combinations(blocks, 2))
+
+
+def _overlap(a: Block, b: Block) -> bool:
+    spans = zip(*a, *b, strict=True)
+    return all(start_a < start_b + size_b and start_b < start_a + size_a for start_a, size_a, start_b, size_b in spans)
+
+
+def _boxes(seen: Mapping[str, Any], name: str) -> list[Box]:
+    return [(tuple(offset), tuple(size), replicas) for offset, size, replicas in seen["boxes"].get(name, ())]

@@ -1,0 +1,157 @@
+"""What dropout drops, said a second time: over whole tensors, in plain numbers, beside torch's own dropout.
+
+Bits: with arithmetic modulo 2^64, G = 0x9E3779B97F4A7C15 and mix the finaliser of SplitMix64, element i of row r is the
+low (even i) or high half of mix(mix(key + (r + 1) G) + (i // 2 + 1) G), signed; it is kept if it is at least
+2^31 - round(keep x 2^32). The key is BLAKE2b-64 of "dropout", seed, step (from 1), the module's name, and which of its
+draws in this forward it is (from 0), separated by U+001F. The row is that of the step's batch.
+
+torch's dropout stays what it is: only the filling of its noise is replaced, for whichever module is running.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def kept(key: int, keep: float, first_row: int, num_rows: int, per_row: int) -> torch.Tensor:
+    """bool [num_rows, per_row]."""
+    with np.errstate(over="ignore"):
+        rows = _mix(np.uint64(key) + (np.arange(num_rows, dtype=np.uint64) + np.uint64(first_row + 1)) * GOLDEN)
+        numbers = np.arange(per_row, dtype=np.uint64)
+        pairs = _mix(rows[:, None] + (numbers // np.uint64(2) + np.uint64(1)) * GOLDEN)
+    halves = np.where(numbers % np.uint64(2) == 1, pairs >> np.uint64(32), pairs & np.uint64(2**32 - 1))
+    signed = halves.astype(np.uint32).view(np.int32).astype(np.int64)
+    return torch.from_numpy(signed >= 2**31 - round(keep * 2**32))
+
+
+def _mix(values: Any) -> Any:
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+@dataclass
+class Definition:
+    """The masks of a module's forwards. `dropped`: the modules that drew, in order."""
+
+    module: nn.Module
+    seed: int
+    dropped: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._second = {
+            f"{name}.{inner}" if name else inner
+            for name, part in self.module.named_modules()
+            if isinstance(part, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)
+            and not part.self_attn.batch_first
+            for inner, _ in part.named_children()
+        }
+        self._second |= {name for name, part in self.module.named_modules() if isinstance(part, nn.RNNBase)}
+        self._attention = {
+            name for name, part in self.module.named_modules() if isinstance(part, nn.MultiheadAttention)
+        }
+        self._rows, self._calls, self._step = (0, 0), dict[str, int](), 0
+
+    def begin(self, step: int, first_row: int, num_rows: int) -> None:
+        """From here on a forward of these rows of the batch of `step`."""
+        self._step, self._rows, self._calls = step, (first_row, num_rows), {}
+
+    def mask(self, name: str, keep: float, shape: torch.Size) -> torch.Tensor | None:
+        """The next mask that `name` draws; None for a tensor that has no fixed number of rows for each of the batch."""
+        rows_dim = int(name in self._second - self._attention)
+        first_row, num_rows = self._rows
+        if not num_rows or len(shape) <= rows_dim or shape[rows_dim] % num_rows or not all(shape):
+            return None
+        call = self._calls[name] = self._calls.get(name, -1) + 1
+        text = "\x1f".join(str(word) for word in ("dropout", self.seed, self._step, name, call))
+        key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+        if name not in self.dropped:
+            self.dropped.append(name)
+        mask = kept(key, keep, first_row, num_rows, shape.numel() // num_rows)
+        return mask.view([shape[rows_dim], *shape[:rows_dim], *shape[rows_dim + 1 :]]).movedim(0, rows_dim)
+
+    @contextmanager
+    def of(self, step: int, first_row: int, num_rows: int) -> Iterator[None]:
+        """Inside, a forward of the module drops what it should."""
+        self.begin(step, first_row, num_rows)
+        calling: list[str] = []
+        hooks = []
+
+        def leave(*_: object) -> None:
+            calling.pop()
+
+        for name, part in self.module.named_modules():
+            hooks.append(part.register_forward_pre_hook(lambda *_, name=name: calling.append(name)))
+            hooks.append(part.register_forward_hook(leave))
+        try:
+            with _Filling(self, calling):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+class _Filling(TorchDispatchMode):
+    def __init__(self, definition: Definition, calling: list[str]) -> None:
+        super().__init__()
+        self._definition, self._calling = definition, calling
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.bernoulli_.float and not kwargs and self._calling:
+            keep = args[1] if len(args) > 1 else 0.5
+            mask = self._definition.mask(self._calling[-1], keep, args[0].shape) if 0 < keep < 1 else None
+            if mask is not None:
+                return args[0].copy_(mask)
+        return func(*args, **(kwargs or {}))
+
+
+class Watch:
+    """Looks at the dropout layers of a layout's module: does each drop what the definition says, for this rank's rows?
+
+    `wrong`: (step, name) -> the fraction of elements that it should have kept and dropped, or the other way round.
+    """
+
+    def __init__(self, module: nn.Module, seed: int, *, share: int, shares: int) -> None:
+        self.wrong: dict[tuple[int, str], float] = {}
+        self._definition, self._place = Definition(module, seed), (share, shares)
+        self._step, self._microbatch, self._rows = 0, 0, 0
+        module.register_forward_pre_hook(self._begin, prepend=True)
+        for name, part in module.named_modules():
+            if isinstance(part, nn.Dropout) and 0 < part.p < 1 and not part.inplace and not _is_own(type(part)):
+                part.register_forward_hook(lambda part, args, out, name=name: self._look(name, part.p, args, out))
+
+    def begin_step(self, step: int, rows: int) -> None:
+        """`rows` of each microbatch are this rank's."""
+        self._step, self._microbatch, self._rows = step, 0, rows
+
+    def _begin(self, *_: object) -> None:
+        share, shares = self._place
+        self._definition.begin(self._step, (self._microbatch * shares + share) * self._rows, self._rows)
+        self._microbatch += 1
+
+    def _look(self, name: str, p: float, args: Any, output: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:  # a recomputation: its gradients show what it drew
+            return
+        mask = self._definition.mask(name, 1 - p, args[0].shape)
+        if mask is not None:
+            off = (((output != 0) != mask) & (args[0] != 0)).double().mean().item()
+            if off:
+                self.wrong.setdefault((self._step, name), off)
+
+
+def _is_own(kind: type) -> bool:
+    """A user's class, which may make something else of what it drops."""
+    return any(
+        "forward" in vars(base) and base.__module__.split(".")[0] not in ("torch", "phalanx") for base in kind.__mro__
+    )

@@ -1,0 +1,123 @@
+"""A proposed cut is tried in one process: each rank's part of a module in turn, what their rows make added up."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from phalanx.core.errors import LayoutError
+from phalanx.core.phases import Phases
+from phalanx.mesh.logical import full_name
+from phalanx.mesh.tensor_group import TensorGroup
+from phalanx.parallel import tp as tensor_parallel
+from phalanx.plan.rules import parse_rules
+from phalanx.verify.suggest_flow import Cutting
+
+TOLERANCE = 1e-6
+MOST_COUNTS = 7
+
+
+@dataclass
+class Visit:
+    """How one module was called in a forward, with some layers inside cut off behind."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    entered: torch.Tensor | None = None  # the first argument of activations, cut off before
+    output: Any = None
+    row_input: torch.Tensor | None = None
+    row_output: torch.Tensor | None = None  # as it was made
+    column_inputs: list[torch.Tensor] = field(default_factory=list)
+    num_calls: int = 0
+
+
+class _Alone(TensorGroup):
+    """One rank of a group whose others are not there: nothing is added up."""
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def leave(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a trial found: which counts of the module must be divided, or why it cannot be cut."""
+
+    divide: tuple[str, ...] = ()
+    refused: str = ""
+
+
+def try_out(home: nn.Module, names: Sequence[str], cutting: Cutting, visit: Visit) -> Trial:
+    """`home` holds the columns and, last, the row: `names` are theirs within it. `visit` is a call of it."""
+    texts = dict(zip(names, (*cutting.columns, cutting.row), strict=True))
+    refused = ""
+    for counts in _choices(home, cutting):
+        try:
+            if all(_adds_up(home, names[-1], texts, counts, tp, visit) for tp in cutting.degrees):
+                return Trial(counts)
+            refused = refused or "what the parts make does not add up to the whole"
+        except LayoutError as error:
+            refused = refused or str(error)
+        except Exception as error:  # the user's forward, with a part of its features
+            refused = refused or f"its forward fails with a part of them: {str(error).splitlines()[0][:120]}"
+    return Trial(refused=refused)
+
+
+def _choices(home: nn.Module, cutting: Cutting) -> Iterator[tuple[str, ...]]:
+    """Sets of counts to divide, the smallest first."""
+    found = [(path, value) for path, value in _integers(home) if value in cutting.counts]
+    found.sort(key=lambda item: "head" not in item[0])
+    words = []
+    for path, value in found[:MOST_COUNTS]:
+        heads = cutting.counts[value]
+        words.append(f"{path}/{heads}" if heads and heads != cutting.num_heads else path)
+    for size in range(len(words) + 1):
+        yield from itertools.combinations(words, size)
+
+
+def _integers(home: nn.Module) -> Iterator[tuple[str, int]]:
+    """Those that modules inside keep, and those of the settings that they keep (a `config`)."""
+    for prefix, part in home.named_modules():
+        if hasattr(part, "weight"):
+            continue
+        owners = [((), vars(part))]
+        owners += [((name,), vars(value)) for name, value in vars(part).items() if _are_settings(name, value)]
+        for steps, owner in owners:
+            for name, value in owner.items():
+                if isinstance(value, int) and not isinstance(value, bool) and not name.startswith("_"):
+                    yield ".".join(filter(None, (full_name(prefix), *steps, name))), value
+
+
+def _are_settings(name: str, value: Any) -> bool:
+    return not name.startswith("_") and hasattr(value, "__dict__") and not isinstance(value, type | torch.Tensor)
+
+
+@torch.no_grad()
+def _adds_up(home: nn.Module, row: str, texts: Mapping[str, str], counts: Sequence[str], tp: int, visit: Visit) -> bool:
+    total: torch.Tensor | None = None
+    bias = 0.0
+    for rank in range(tp):
+        mine = copy.deepcopy(home)
+        rules = {**texts, "": "replicate" + (f" divide={','.join(counts)}" if counts else "")}
+        group = _Alone(name="", rank=rank, size=tp, phases=Phases())
+        tensor_parallel.cut(mine, group, parse_rules(rules))
+        made: list[torch.Tensor] = []
+        mine.get_submodule(row).register_forward_hook(lambda part, args, out, made=made: made.append(out))
+        bias = getattr(mine.get_submodule(row), "bias", None)
+        mine(*visit.args, **visit.kwargs)
+        total = made[0] if total is None else total + made[0]
+    assert total is not None
+    assert visit.row_output is not None
+    if isinstance(bias, torch.Tensor):
+        total = total - (tp - 1) * bias
+    if total.shape != visit.row_output.shape:
+        return False
+    return bool((total - visit.row_output).norm() <= TOLERANCE * visit.row_output.norm())
