@@ -13,7 +13,8 @@ from phalanx.job.shape import ModelShape
 from phalanx.nn.models.decoder import Decoder
 from phalanx.parallel.parallelize import transforms
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.planner import Plan, make_plan
+from phalanx.plan.plan import Plan
+from phalanx.plan.planner import make_plan
 
 transforms()  # imported before forking, like torch._dynamo
 
@@ -95,15 +96,24 @@ LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
     1: {"one": {}},
     2: {
         "ddp": {"dp_replicate": 2},
+        "zero1": {"dp_shard": 2, "zero_stage": 1},
         "zero3": {"dp_shard": 2, "zero_stage": 3},
         "zero2": {"dp_shard": 2, "zero_stage": 2},
     },
     4: {
         "ddp": {"dp_replicate": 4},
+        "hybrid zero1": {"dp_replicate": 2, "dp_shard": 2, "zero_stage": 1},
         "zero3": {"dp_shard": 4, "zero_stage": 3},
         "zero2": {"dp_shard": 4, "zero_stage": 2},
         "hsdp": {"dp_replicate": 2, "dp_shard": 2, "zero_stage": 3},
     },
+}
+
+
+EVERY_LAYOUT: dict[int, dict[str, dict[str, int]]] = {
+    **LAYOUTS,
+    2: {**LAYOUTS[2], "tp": {"tp": 2}},
+    4: {**LAYOUTS[4], "tp": {"tp": 4}, "ddp-tp": {"dp_replicate": 2, "tp": 2}, "zero3-tp": {"dp_shard": 2, "tp": 2}},
 }
 
 

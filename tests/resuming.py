@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -28,7 +30,8 @@ from phalanx.optim.groups import Groups
 from phalanx.optim.optimizers import adamw
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.planner import Plan, make_plan
+from phalanx.plan.plan import Plan
+from phalanx.plan.planner import make_plan
 from phalanx.train.state import TrainState
 from phalanx.train.trainer import Trainer
 
@@ -61,6 +64,8 @@ class Everything(nn.Module):
         for block in self.blocks:
             x = x + block(x)
         x = self.statistics(x.transpose(1, 2)).transpose(1, 2)
+        if self.dropout.p:
+            x = x * (0.9 + 0.1 * random.random() + 0.1 * np.random.random())
         logits: torch.Tensor = self.out(self.dropout(x + self.frozen(x)))
         return logits
 
@@ -72,12 +77,23 @@ def new_module(dtype: torch.dtype, dropout: float = 0.0, seed: int = 1) -> nn.Mo
 
 
 class CountedAdamW(torch.optim.AdamW):
-    """AdamW that takes smaller steps the more it has taken, counted in its groups: a number that is state."""
+    """AdamW that takes smaller steps the more it has taken. It counts that in every way in which an optimizer keeps
+    something that belongs to no parameter: in its groups as a number, a tensor and a list, and under names of its own.
+    """
 
     def step(self, closure: Any = None) -> Any:
+        whole = self.state["whole"]
+        whole["seen"] = whole.get("seen", torch.ones(2)) * 1.25
+        whole["count"] = whole.get("count", 0) + 1
+        self.state["tally"] = self.state.get("tally", 0) + 1
+        self.state["beat"] = self.state.get("beat", torch.ones(())) * 1.5
+        own = float(whole["seen"].sum() + whole["count"] + self.state["tally"] + self.state["beat"])
         for group in self.param_groups:
             group["updates"] = group.get("updates", 0) + 1
-            group["lr"] /= group["updates"]
+            group["pace"] = group.get("pace", torch.ones(())) * 0.75
+            group["recent"] = [*group.get("recent", []), group["updates"] / 4][-2:]
+            group["span"] = (group["updates"], *group.get("span", ())[:1])
+            group["lr"] *= float(group["pace"]) / (own + group["updates"] + sum(group["recent"]) + sum(group["span"]))
         return super().step(closure)
 
 
@@ -217,7 +233,7 @@ def whole_tensors(state: TrainState) -> Tensors:
 
     found: Tensors = {name: full(buffer) for name, buffer in state.model.module.named_buffers()}
     for name, parameter in state.model.named_parameters():
-        found[name] = full(parameter)
+        found[name] = full(state.model.module.get_parameter(name))
         for slot, value in state.optimizer.state.get(parameter, {}).items():
             found[f"{name} {slot}"] = full(torch.as_tensor(value))
     return found

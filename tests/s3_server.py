@@ -7,10 +7,11 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "of-the-tests", "AWS_SECRET_ACCESS_KEY": "secret-of-the-tests-7f3a9c"}
@@ -26,7 +27,8 @@ class Server:
 
     def fail(self, **fault: Any) -> None:
         """The next `times` requests of `method` whose path contains `part` are answered `delay_s` later, and with
-        `status` if that is given. Instead of what was asked for before.
+        `status` if that is given; those that it `holds` when it is asked for something else. Instead of what was asked
+        for before.
         """
         self._tell(fault)
 
@@ -51,7 +53,6 @@ def s3_server() -> Iterator[Server]:
         env = CREDENTIALS | {
             "AWS_ENDPOINT_URL": address,
             "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_MAX_ATTEMPTS": "1",
             "AWS_EC2_METADATA_DISABLED": "true",
         }
         request = urllib.request.Request(f"{address}/{BUCKET}", method="PUT")
@@ -69,7 +70,9 @@ class Fault:
     times: int = 0
     status: int = 0
     delay_s: float = 0.0
+    holds: bool = False
     num_struck: int = 0
+    is_over: threading.Event = field(default_factory=threading.Event)
 
     def strikes(self, environ: dict[str, Any]) -> bool:
         asked = environ["PATH_INFO"] + "?" + environ.get("QUERY_STRING", "")
@@ -90,12 +93,15 @@ def serve() -> None:
         if environ["PATH_INFO"] == "/__fault__":
             told = json.loads(environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"])))
             if told is not None:
+                faults[0].is_over.set()
                 faults[0] = Fault(**told)
             start_response("200 OK", [])
             return [str(faults[0].num_struck).encode()]
         fault = faults[0]
         if fault.strikes(environ):
             time.sleep(fault.delay_s)
+            if fault.holds:
+                fault.is_over.wait(60.0)
             if fault.status:
                 start_response(f"{fault.status} Injected", [("Content-Type", "application/xml")])
                 return [b"<Error><Code>InternalError</Code><Message>injected</Message></Error>"]

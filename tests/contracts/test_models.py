@@ -95,7 +95,7 @@ def test_it_fills_every_tensor_of_its_own(kind: str) -> None:
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.fill_(float("nan"))
-            module.initialize(module_shards(module, replica=0, num_replicas=1)[0], seed)  # type: ignore[operator]
+            module.initialize(module_shards(module)[0], seed)  # type: ignore[operator]
         assert all(p.isfinite().all() for p in module.parameters())
         filled.append(torch.cat([p.detach().flatten() for p in module.parameters()]))
     assert not torch.equal(*filled)
@@ -113,7 +113,7 @@ def train(rank: int, kind: str) -> list[Any]:
         facts = model.finish_step(model.forward_backward([batch], objective(kind)))
         losses.append(facts.loss)
         missing = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
-        optimizer.step()
+        model.update(optimizer)
         optimizer.zero_grad()
     return [losses, missing]
 

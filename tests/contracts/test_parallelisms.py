@@ -18,7 +18,7 @@ from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize, transforms
 from phalanx.parallel.protocol import Order, Parallelism, Root, Workpiece
 from phalanx.plan.layout import Layout
-from phalanx.plan.planner import Plan
+from phalanx.plan.plan import Plan
 from ranks import run_ranks
 
 EVERY = [pytest.param(transform, id=type(transform).__name__) for transform in transforms()]
@@ -27,7 +27,14 @@ EVERY = [pytest.param(transform, id=type(transform).__name__) for transform in t
 def needing_plans() -> list[Plan]:
     """One plan for each reason to transform anything."""
     plans = [plan(2, **LAYOUTS[2][layout]) for layout in LAYOUTS[2]]
-    return [*plans, plan(2, recompute="full", dp_replicate=2), replace(plan(2, dp_replicate=2), compile=True)]
+    return [
+        *plans,
+        plan(2, tp=2),
+        plan(2, recompute="full", dp_replicate=2),
+        replace(plan(2, dp_replicate=2), compile=True),
+        replace(plan(2, dp_replicate=2), offload_activations=True),
+        plan(2, dp_replicate=2, offload="optimizer"),
+    ]
 
 
 def needing(transform: Parallelism) -> Plan:
@@ -45,7 +52,7 @@ def test_they_are_in_order_and_all_there() -> None:
 @pytest.mark.parametrize("transform", EVERY)
 def test_it_has_an_order_and_is_wanted_only_by_plans_that_need_it(transform: Parallelism) -> None:
     assert isinstance(transform.order, Order)
-    assert transform.wanted(plan(1)) is False
+    assert transform.wanted(replace(plan(1), dropout="local")) is False
     assert transform.wanted(needing(transform)) is True
 
 

@@ -7,6 +7,7 @@ Real process groups and files. The disk is one that stands still, is full or is 
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import resource
 import threading
@@ -20,11 +21,13 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from commands import wait_until
+from phalanx.checkpoint import saver, tidier
 from phalanx.checkpoint.manifest import list_checkpoints
 from phalanx.checkpoint.save import owned
 from phalanx.checkpoint.saver import Saver, Snapshot, Target
 from phalanx.checkpoint.staging import Staging
-from phalanx.checkpoint.stores.local import LocalStore
+from phalanx.checkpoint.stores.local import REMOVED, LocalStore
 from phalanx.checkpoint.verify import verify_checkpoint
 from phalanx.core.disk import Disk, DiskFile
 from phalanx.core.errors import CheckpointError
@@ -44,12 +47,21 @@ MANY = 100_000  # steps
 
 
 class ShyDisk(Disk):
-    """Creates a tensor file only while `gate` is open, and raises `error` then, if there is one."""
+    """Creates a tensor file only while `gate` is open, and raises `error` then, if there is one. A removal waits until
+    `removals` is set; `removing` says that one does.
+    """
 
     def __init__(self) -> None:
-        self.gate = threading.Event()
+        self.gate, self.removals, self.removing = threading.Event(), threading.Event(), threading.Event()
         self.gate.set()
+        self.removals.set()
         self.error: BaseException | None = None
+
+    def rename(self, old: Path, new: Path) -> None:
+        if new.name.endswith(REMOVED):
+            self.removing.set()
+            assert self.removals.wait(DEADLINE_S), "nobody let it be removed"
+        super().rename(old, new)
 
     def create(self, path: Path) -> DiskFile:
         if path.suffix == ".safetensors":
@@ -344,6 +356,79 @@ def test_old_checkpoints_go_in_the_background(tmp_path: Path, asynchronous: bool
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-2", "step-4", "step-6", "step-7"]
 
 
+def waits_for_removals(mesh: Mesh, folder: str) -> list[list[events.Event]]:
+    """Rank 0 removes until rank 1, which has nothing to do, has been asked five times whether it does."""
+    saver.POLL_S = 0.01
+    said = []
+    for asynchronous in (True, False):
+        place = Path(folder) / str(asynchronous)
+        run = Run(mesh, place, every_steps=1, keep_last=1, asynchronous=asynchronous)
+        run.step()
+        run.saves.settle()
+        run.disk.removals.clear()
+        run.step()
+        if mesh.rank == 0:
+            waiter = threading.Thread(target=lambda place=place, run=run: release(place / "enough", run.disk.removals))
+            waiter.start()
+        else:
+            tell_when_asked(run, place / "enough", times=5)
+        run.saves.settle()
+        said.append(run.said)
+    return said
+
+
+def release(path: Path, gate: threading.Event) -> None:
+    wait_until(path.exists, DEADLINE_S)
+    gate.set()
+
+
+def tell_when_asked(run: Run, path: Path, *, times: int) -> None:
+    votes, asked = run.saver.votes, itertools.count(1)
+
+    def counted() -> tuple[float, float]:
+        if next(asked) == times:
+            path.touch()
+        return votes()
+
+    run.saver.votes = counted  # type: ignore[method-assign]
+
+
+def test_no_rank_stands_in_a_collective_while_another_removes(tmp_path: Path) -> None:
+    """However long that takes at the end of a run: a collective has a time limit. With saves beside training or not."""
+    for said in ranked(2, waits_for_removals, str(tmp_path))[0]:
+        assert [event.steps for event in said if isinstance(event, events.CheckpointsRemoved)] == [[1]]
+    for name in ("True", "False"):
+        assert values(tmp_path / name) == {2: {2.0}}
+
+
+def ends_while_it_removes(mesh: Mesh, folder: str, is_end: bool) -> tuple[list[events.Event], list[events.Event]]:
+    """What was said when the last save was done, and at the very end."""
+    tidier.PATIENCE_S = 0.05
+    run = Run(mesh, Path(folder), every_steps=1, keep_last=1)
+    run.step()
+    run.saves.settle()
+    run.disk.removals.clear()
+    run.step()
+    assert mesh.rank != 0 or run.disk.removing.wait(DEADLINE_S)
+    run.step(is_end=is_end, is_stop=not is_end)
+    if not is_end:
+        run.saves.settle(in_haste=True)
+    before = list(run.said)
+    run.disk.removals.set()
+    run.saves.settle()
+    return before, run.said
+
+
+@pytest.mark.parametrize("is_end", [True, False])
+def test_the_last_save_does_not_wait_for_a_removal(tmp_path: Path, is_end: bool) -> None:
+    """Of the one before, which stands still. At the end both are done after it, at a stop nobody waits for the rest."""
+    (before, said), _ = ranked(2, ends_while_it_removes, str(tmp_path), is_end)
+    assert [type(event) for event in before] == [events.CheckpointSaved] * 3
+    gone = [event.steps for event in said if isinstance(event, events.CheckpointsRemoved)]
+    assert gone == ([[1], [2]] if is_end else [[1]])
+    assert set(values(tmp_path)) == ({3} if is_end else {2, 3})
+
+
 def staged(rank: int) -> list[str]:
     """A copy is bit-equal, of the blocks that this rank writes alone, and stays where it is."""
     wrong = []
@@ -436,6 +521,35 @@ def test_what_cannot_be_copied_fails_on_all_ranks_and_training_goes_on(tmp_path:
     assert isinstance(saved, events.CheckpointSaved)
     assert "rank 1: odd is of type complex128" in failed.reason
     assert saved.step == saved_step == other_saved_step == 1 + RETRY_SAVE_STEPS
+
+
+def refuses_on_one_rank(mesh: Mesh, folder: str) -> list[list[str]]:
+    """Rank 1's state is of a kind that no checkpoint holds, at the first save and at the last."""
+    found = []
+    for asynchronous in (True, False):
+        run = Run(mesh, Path(folder) / str(asynchronous), every_steps=1, asynchronous=asynchronous)
+        snapshot = run.state.snapshot
+
+        def refuse() -> Snapshot:
+            raise CheckpointError("it keeps a set")
+
+        if mesh.rank == 1:
+            run.state.snapshot = refuse  # type: ignore[method-assign]
+        run.step()
+        with pytest.raises(CheckpointError) as raised:
+            run.saves.save(is_last_chance=True)
+        run.state.snapshot = snapshot  # type: ignore[method-assign]
+        run.saves.save(is_last_chance=True)
+        found.append([str(raised.value), *(type(event).__name__ for event in run.said)])
+    return found
+
+
+def test_what_one_rank_cannot_save_fails_on_all_before_anything_is_copied(tmp_path: Path) -> None:
+    first, second = ranked(2, refuses_on_one_rank, str(tmp_path))
+    for (message, *said), (other, *quiet) in zip(first, second, strict=True):
+        assert "rank 1: it keeps a set" in message
+        assert message == other
+        assert (said, quiet) == (["CheckpointFailed", "CheckpointFailed", "CheckpointSaved"], [])
 
 
 def test_the_clock_of_auto_is_told_what_saves_cost(tmp_path: Path) -> None:

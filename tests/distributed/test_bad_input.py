@@ -35,6 +35,7 @@ from commands import (
     weights,
     write_text,
 )
+from phalanx.checkpoint.locks import hold_run_lock
 from phalanx.checkpoint.verify import verify_checkpoint
 from phalanx.cli import _app
 from phalanx.observe.events import CheckpointFailed, CheckpointSaved
@@ -346,6 +347,17 @@ class _mounted:
         subprocess.run(["umount", "-l", str(self.folder)], check=True)
 
 
+def test_checkpoints_of_two_jobs_never_share_a_directory(home: Home) -> None:
+    """The first has saved nothing yet, and has another run.dir."""
+    elsewhere = home.folder / "elsewhere"
+    elsewhere.mkdir()
+    with hold_run_lock(elsewhere):
+        done = home.refuse("train", *TEXT, f"checkpoint.url=file://{elsewhere}")
+    assert done.code == 9
+    assert "checkpoint.url is in use by process" in done.problem
+    assert "choose another checkpoint.url" in done.problem
+
+
 def test_an_old_run_is_never_written_over(home: Home) -> None:
     (home.folder / "run").mkdir()
     (home.folder / "run" / "job.json").write_text("{}")
@@ -471,9 +483,15 @@ def test_a_damaged_checkpoint_is_refused_whole(finished: Path, tmp_path: Path, d
     assert done.code == 5, done.err
     assert len(done.err.splitlines()) == 1, done.err
     assert str(victim.relative_to(folder)) in done.err
+    assert "--fallback" in done.err
     assert facts(folder / "run") == before
-    done = run("train", "--resume", "run", "--fallback", "train.steps=12", cwd=folder)
+    # A run that is done is done again from there, if what it left is damaged.
+    is_done = damage != "manifest cut short"
+    killed = ['resilience.inject=["kill:rank=1,step=7,phase=backward"]', "resilience.max_restarts=1"]
+    more = killed if is_done else ["train.steps=12"]
+    done = run("train", "--resume", "run", "--fallback", *more, cwd=folder)
     assert done.code == 0, done.err
+    assert ("starting again from step 5 (restart 1 of 1)" in done.out + done.err) == is_done
     assert "step-10 cannot be used, going back to the one before" in done.out
     assert victim.name in done.out
     assert verify_checkpoint(checkpoint) == []  # written again on the way

@@ -21,7 +21,7 @@ from phalanx.job.schema import Optim
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.optim.build import build_optimizer
 from phalanx.parallel.parallelize import parallelize
-from phalanx.plan.planner import Plan
+from phalanx.plan.plan import Plan
 from phalanx.train.state import TrainState
 from ranks import run_ranks
 
@@ -207,7 +207,8 @@ def train_plain(rank: int) -> dict[int, Tensors]:
 
 def train_parallel(rank: int, num_ranks: int) -> dict[Any, Tensors]:
     found: dict[Any, Tensors] = {}
-    for layout, num_microbatches, recompute in itertools.product(LAYOUTS[num_ranks], (1, 3), ("none", "full")):
+    modes = ("none", "full", "selective", "sqrt") if num_ranks == 2 else ("none", "full")
+    for layout, num_microbatches, recompute in itertools.product(LAYOUTS[num_ranks], (1, 3), modes):
         a_plan = plan(num_ranks, num_microbatches, recompute=recompute, **LAYOUTS[num_ranks][layout])
         with open_mesh(a_plan.layout, device="cpu") as mesh:
             model = parallelize(conv_net(), a_plan, mesh)
@@ -216,7 +217,7 @@ def train_parallel(rank: int, num_ranks: int) -> dict[Any, Tensors]:
                 sgd.zero_grad()
                 mine = share(batch, rank, num_ranks, num_microbatches)
                 assert model.finish_step(model.forward_backward(mine, objective)).usable
-                sgd.step()
+                model.update(sgd)
             states = {name: tensor.detach() for name, tensor in model.module.state_dict().items()}
             found[layout, num_microbatches, recompute] = {
                 name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for name, t in states.items()
@@ -262,7 +263,7 @@ def in_bf16(rank: int, num_ranks: int) -> dict[Any, Any]:
                 sgd.zero_grad()
                 mine = share(batch, rank, num_ranks, 1)
                 losses.append(model.finish_step(model.forward_backward(mine, objective)).loss)
-                sgd.step()
+                model.update(sgd)
             model.train(False)
             sums = model.evaluate(share(conv_batches()[0], rank, num_ranks, 1), objective)
             losses.append(model.reduce_sums(sums)[0])
@@ -301,7 +302,7 @@ def resume_half_way(rank: int, num_ranks: int, root: Path) -> dict[str, tuple[Te
                 for batch in some:
                     mine = share(batch, rank, num_ranks, 1)
                     state.model.finish_step(state.model.forward_backward(mine, objective))
-                    state.optimizer.step()
+                    state.model.update(state.optimizer)
                     state.optimizer.zero_grad()
                     state.step += 1
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import random
 import resource
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
 
-from models import LAYOUTS, global_batches, plan, shape, share
+from models import EVERY_LAYOUT, global_batches, plan, shape, share
 from phalanx.checkpoint.chunks import StoredFile
 from phalanx.checkpoint.folder import LocalFolder
 from phalanx.checkpoint.load import load
@@ -28,7 +31,7 @@ from phalanx.checkpoint.whole import WholeTensors
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import Phases
 from phalanx.job.schema import Optim
-from phalanx.mesh.logical import Box, LogicalShard, dtype_name
+from phalanx.mesh.logical import Box, LogicalShard, dtype_name, shard_of
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import causal_cross_entropy
@@ -62,9 +65,9 @@ def new_state(mesh: Mesh, layout: dict[str, int], *, seed: int = 0) -> TrainStat
 
 def take_step(state: TrainState, batch: Tensors) -> float:
     mesh = state.model.mesh
-    mine = share(batch, mesh.data_parallel_rank, mesh.world_size, 1)
+    mine = share(batch, mesh.data_parallel_rank, mesh.layout.data_parallel_size, 1)
     facts = state.model.finish_step(state.model.forward_backward(mine, OBJECTIVE), max_norm=1.0)
-    state.optimizer.step()
+    state.model.update(state.optimizer)
     state.optimizer.zero_grad()
     state.step += 1
     return facts.loss
@@ -72,20 +75,39 @@ def take_step(state: TrainState, batch: Tensors) -> float:
 
 def whole_tensors(state: TrainState) -> Tensors:
     """Weights, both moments and update counts, gathered by torch and named here: what a restore is compared with."""
+    shards, mesh = state.model.shards(), state.model.mesh
 
-    def full(tensor: torch.Tensor) -> torch.Tensor:
-        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    def full(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+        shape = shards[name].global_shape
+        return whole if tuple(whole.shape) in (shape, ()) else put_together(mesh, name, whole, shape)
 
     found: Tensors = {}
-    for name, parameter in state.model.module.named_parameters():
-        found[f"{name} weight"] = full(parameter)
+    whole = dict(state.model.module.named_parameters())
+    for name, parameter in state.model.named_parameters():
+        found[f"{name} weight"] = full(name, whole[name])
         for slot, value in state.optimizer.state[parameter].items():
-            found[f"{name} {slot}"] = full(value)
+            found[f"{name} {slot}"] = full(name, value)
     return found
 
 
+KV_HEADS = 2  # of models.shape
+
+
+def put_together(mesh: Mesh, name: str, mine: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """What tensor parallelism has cut, by the rules as they are written in the docs: columns, rows, heads."""
+    group = mesh.submesh("tp").get_group()
+    every: list[Any] = [None] * mesh.layout.tp
+    torch.distributed.all_gather_object(every, mine, group=group)
+    dim = next(d for d, (a, b) in enumerate(zip(mine.shape, shape, strict=True)) if a != b)
+    is_key_value = name.split(".")[-2] in ("k", "v")
+    if is_key_value and mesh.layout.tp > KV_HEADS:  # neighbours hold the same head
+        every = every[:: mesh.layout.tp // KV_HEADS]
+    return torch.cat(every, dim=dim)
+
+
 def each_layout(num_ranks: int) -> Iterator[tuple[str, dict[str, int], Mesh]]:
-    for name, layout in LAYOUTS[num_ranks].items():
+    for name, layout in EVERY_LAYOUT[num_ranks].items():
         with open_mesh(plan(num_ranks, **layout).layout, device="cpu") as mesh:
             yield f"{name}-{num_ranks}", layout, mesh
 
@@ -121,18 +143,18 @@ def load_each(rank: int, num_ranks: int, root: Path, saved: dict[str, Tensors]) 
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tuple[Tensors, int]]]:
     root = tmp_path_factory.mktemp("layouts")
     found: dict[str, tuple[Tensors, int]] = {}
-    for num_ranks in LAYOUTS:
+    for num_ranks in EVERY_LAYOUT:
         found |= run_ranks(num_ranks, save_each, num_ranks, root)[0]
     return root, found
 
 
-@pytest.mark.parametrize("num_ranks", list(LAYOUTS))
+@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_restored_under_every_layout(num_ranks: int, saved: Any) -> None:
     """Every bit of weights, moments and counts; and the next step's loss is the same in all of them."""
     root, found = saved
     tensors = {name: values for name, (values, _) in found.items()}
     outcomes = run_ranks(num_ranks, load_each, num_ranks, root, tensors)
-    assert len(outcomes[0]) == len(LAYOUTS[num_ranks]) * len(found)
+    assert len(outcomes[0]) == len(EVERY_LAYOUT[num_ranks]) * len(found)
     for outcome in outcomes:
         for case, (wrong, step, loss) in outcome.items():
             assert wrong == [], case
@@ -297,9 +319,11 @@ class Canary:
 
 
 def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 16
-    path.write_bytes(data)
+    with open(path, "r+b") as file:
+        file.seek(at, os.SEEK_END if at < 0 else os.SEEK_SET)
+        found = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([found ^ 16]))
 
 
 def edit(directory: Path, change: Callable[[dict[str, Any]], Any], *, sign: bool = True) -> None:
@@ -335,13 +359,31 @@ def point_outside(body: dict[str, Any]) -> None:
             piece["file"] = piece["file"].replace(FILE, "../outside.safetensors")
 
 
-def plant_pickle(directory: Path) -> None:
-    path = directory / FILE
+def plant_pickle(name: str, directory: Path) -> None:
+    """Under the name of a file, in its place if there is one: with its checksum in the manifest, so that it is read."""
+    path = directory / name
+    is_listed = path.exists() and name != MANIFEST
     path.write_bytes(pickle.dumps(Canary(directory.parent / "executed")))
-    stored = asdict(StoredFile.of(path))
-    edit(directory, lambda body: body["files"].update({FILE: stored}))
+    if is_listed:
+        stored = asdict(StoredFile.of(path))
+        edit(directory, lambda body: body["files"].update({name: stored}))
 
 
+FOREIGN = (
+    ".metadata",
+    "__0_0.distcp",
+    "pytorch_model.bin",
+    "model.safetensors",
+    "optimizer.pt",
+    "data.pkl",
+    "config.json",
+)
+PICKLES = {
+    FILE: "longer than the file",
+    "rank-0000.safetensors": "longer than the file",
+    MANIFEST: "cannot be read",
+    **{name: f"{name} is in it" for name in FOREIGN},
+}
 DAMAGE: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "flipped bit in a tensor": ("not those that were written", lambda d: flip(d / FILE, -3)),
     "flipped bit in a header": ("not those that were written", lambda d: flip(d / FILE, 20)),
@@ -373,7 +415,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "other format": ("format 3 is not 2", lambda d: edit(d, lambda b: b.update(format=3))),
     "other chunks": ("damaged", lambda d: edit(d, lambda b: b.update(chunk_bytes=1 << 20))),
     "file nobody wrote": ("stray is in it", lambda d: (d / "stray").write_bytes(b"x")),
-    "pickle": ("loading", plant_pickle),
+    **{f"pickle {name}": (said, partial(plant_pickle, name)) for name, said in PICKLES.items()},
 }
 
 
@@ -421,7 +463,7 @@ def load_damaged(rank: int, root: Path) -> dict[str, tuple[str, bool]]:
             except CheckpointError as error:
                 message = str(error)
             found[name] = (message, all(bool((s.tensor == -1).all()) for s in shards.values()))
-        found["executed"] = ("", (root / "executed").exists())
+            found[f"{name} executed"] = ("", (root / "executed").exists())
     return found
 
 
@@ -442,10 +484,53 @@ def test_damage_is_found_on_all_ranks_before_any_tensor_changes(kind: str, damag
     assert [found[kind][1] for found in damaged] == [True, True]
 
 
-def test_a_pickle_in_place_of_a_shard_is_not_executed(damaged: Any, tmp_path: Path) -> None:
-    assert [found["executed"][1] for found in damaged] == [False, False]
+@pytest.mark.parametrize("name", list(PICKLES))
+def test_a_pickle_in_a_whole_checkpoint_is_not_executed(name: str, damaged: Any, tmp_path: Path) -> None:
+    """One at a time, under each name that this loader or another might look at."""
+    assert [found[f"pickle {name} executed"][1] for found in damaged] == [False, False]
     pickle.loads(pickle.dumps(Canary(tmp_path / "executed")))
     assert (tmp_path / "executed").exists()  # the canary does sing
+
+
+def flip_and_load(rank: int, root: Path) -> list[str]:
+    """What is wrong with how a load tells of 100 flipped bits, in a file of three chunks."""
+    sizes = {"lookup.weight": (768, 1024), "blocks.0.weight": (1536, 1024), "norm.weight": (256,)}
+    whole = {name: torch.randn(size) for name, size in sizes.items()}
+    with open_mesh(Layout(), device="cpu") as mesh:
+
+        def shards(tensors: Tensors) -> dict[str, LogicalShard]:
+            return {name: shard_of(name, tensor, replica=0, num_replicas=1) for name, tensor in tensors.items()}
+
+        how: dict[str, Any] = {"aliases": {}, "facts": {}, "job_digest": "", "group": mesh, "phases": Phases()}
+        path = saved_path(root, 1, shards(whole), **how) / "rank-0000.safetensors"
+        size, wrong, dice = path.stat().st_size, [], random.Random(3)
+        begin = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+        stored = json.loads(path.read_bytes()[8:begin])
+        targets = {name: torch.full(extent, -1.0) for name, extent in sizes.items()}
+        for number in range(100):
+            at = dice.randrange(size) if number % 5 else dice.randrange(size - 1024, size)
+            flip(path, at)
+            try:
+                load(path.parent, shards(targets), group=mesh, phases=Phases())
+                wrong.append(f"byte {at} was not missed")
+            except CheckpointError as error:
+                (struck,) = [
+                    key.rpartition("#")[0]
+                    for key, entry in stored.items()
+                    if entry["data_offsets"][0] <= at - begin < entry["data_offsets"][1]
+                ] or ["the file's header"]
+                said = str(error).partition("those that were written: ")[2].partition(" (xxh3")[0].split(", ")
+                if path.name not in str(error) or struck not in said:
+                    wrong.append(f"byte {at} of {struck}: {error}")
+            flip(path, at)
+            if any(bool((target != -1.0).any()) for target in targets.values()):
+                wrong.append(f"byte {at} reached the weights")
+        load(path.parent, shards(targets), group=mesh, phases=Phases())
+        return wrong + [name for name in sizes if not torch.equal(targets[name], whole[name])]
+
+
+def test_a_load_names_file_and_tensor_of_a_flipped_bit_and_takes_nothing(tmp_path: Path) -> None:
+    assert run_ranks(1, flip_and_load, tmp_path) == [[]]
 
 
 def fail_on_one_rank(rank: int, root: Path) -> list[Any]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from commands import TINY, run, write_text
-from phalanx.plan.planner import Plan
+from phalanx.plan.plan import Plan
 from ranks import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
@@ -59,7 +59,7 @@ def opened(rank: int, place: Path) -> dict[str, Any]:
     phalanx.load_weights(module, place / "tuned")
     tokens = torch.tensor([tokenizer("def heapify(x):  # é")["input_ids"]])
     with torch.no_grad():
-        wanted, (hidden, head) = model(tokens).logits, module(tokens)
+        wanted, (hidden, head, _) = model(tokens).logits, module(tokens)
     return {
         "class": type(model).__name__,
         "error": ((hidden @ head.T - wanted).abs().max() / wanted.abs().max()).item(),

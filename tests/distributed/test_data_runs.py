@@ -28,7 +28,7 @@ from phalanx.observe.events import EvalFinished, Note, StepSkipped, TextGenerate
 from phalanx.optim.build import build_optimizer
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.layout import Layout
-from phalanx.plan.planner import Plan
+from phalanx.plan.plan import Plan
 from phalanx.train.state import TrainState
 from ranks import run_ranks
 

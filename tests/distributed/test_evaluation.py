@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -31,7 +33,8 @@ from phalanx.optim.build import build_optimizer
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.planner import make_plan
 from phalanx.train.state import TrainState
-from phalanx.train.trainer import StopFlags, Trainer
+from phalanx.train.stop import StopFlags
+from phalanx.train.trainer import Trainer
 from ranks import run_ranks
 
 STEPS, ROWS, WIDTH = 6, 8, 6
@@ -60,7 +63,7 @@ class Moody(nn.Module):
 
 
 def squared_error(outputs: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    noise = 0.01 * torch.rand(())  # an objective may draw, too
+    noise = 0.01 * (torch.rand(()) + random.random() + np.random.random())  # an objective may draw, too
     return (outputs - batch["targets"]).square().sum() + noise, torch.tensor(float(len(outputs)))
 
 

@@ -33,7 +33,7 @@ from phalanx.nn.models.decoder import Decoder
 from phalanx.optim.build import build_optimizer
 from phalanx.optim.groups import Groups, decay_groups
 from phalanx.parallel.parallelize import parallelize
-from phalanx.plan.planner import Plan
+from phalanx.plan.plan import Plan
 from phalanx.train.state import TrainState
 from ranks import run_ranks
 from resuming import (
@@ -41,6 +41,7 @@ from resuming import (
     STEPS,
     Outcome,
     copy_run,
+    counted_adamw,
     differing,
     job_for,
     new_module,
@@ -54,18 +55,22 @@ from resuming import (
 
 Degrees = dict[str, int]
 
-# ZeRO 1 joins when it is a layout that can be asked for: one entry for each world size.
 FEW: dict[int, dict[str, Degrees]] = {
     1: {"one": {}},
-    2: {"zero2": {"dp_shard": 2, "zero_stage": 2}},
+    2: {"zero1": {"dp_shard": 2, "zero_stage": 1}},
     3: {"zero3": {"dp_shard": 3, "zero_stage": 3}},
     4: {"hsdp": {"dp_replicate": 2, "dp_shard": 2, "zero_stage": 3}},
 }
 PAIR: dict[int, dict[str, Degrees]] = {1: {"one": {}}, 3: {"ddp": {"dp_replicate": 3}}}
 MANY: dict[int, dict[str, Degrees]] = {
     1: {"one": {}},
-    2: {"ddp": {"dp_replicate": 2}, "zero3": {"dp_shard": 2, "zero_stage": 3}, **FEW[2]},
-    3: {"ddp": {"dp_replicate": 3}, **FEW[3]},
+    2: {
+        "ddp": {"dp_replicate": 2},
+        "zero2": {"dp_shard": 2, "zero_stage": 2},
+        "zero3": {"dp_shard": 2, "zero_stage": 3},
+        **FEW[2],
+    },
+    3: {"ddp": {"dp_replicate": 3}, "zero1": {"dp_shard": 3, "zero_stage": 1}, **FEW[3]},
     4: {"zero2": {"dp_shard": 4, "zero_stage": 2}, "zero3": {"dp_shard": 4, "zero_stage": 3}, **FEW[4]},
     6: {"hsdp": {"dp_replicate": 2, "dp_shard": 3, "zero_stage": 2}},
     8: {"hsdp": {"dp_replicate": 4, "dp_shard": 2, "zero_stage": 3}, "zero3": {"dp_shard": 8, "zero_stage": 3}},
@@ -258,13 +263,14 @@ OWN: dict[str, Callable[[Groups, Optim], torch.optim.Optimizer]] = {
     ),
     "with a start that is not zero": lambda groups, optim: torch.optim.NAdam(groups.parameters(), lr=optim.lr),
     "counting in plain numbers": lambda groups, optim: Counting(groups.parameters()),
+    "counting in groups and under names of its own": counted_adamw,
 }
 
 
 def own_state(mesh: Mesh, job: Job, plan: Plan, kind: str, *, seed: int) -> TrainState:
     torch.set_num_threads(1)
     model = parallelize(new_module(torch.float64, seed=seed), plan, mesh, seed=job.run.seed)
-    groups = decay_groups(model.module, [parameter for _, parameter in model.named_parameters()])
+    groups = decay_groups(model.module, model.named_parameters())
     return TrainState(model, OWN[kind](groups, job.optim), job.run.seed)
 
 
@@ -301,7 +307,7 @@ def refuse_own(rank: int, root: Path) -> tuple[str, str, bool]:
     job, plan = job_for(1), plan_for(1)
     with open_mesh(plan.layout, device="cpu") as mesh:
         strange = own_state(mesh, job, plan, "counting in plain numbers", seed=1)
-        strange.optimizer.state[next(strange.model.parameters())]["history"] = [1.0, 2.0]
+        strange.optimizer.state[next(strange.model.parameters())]["history"] = ["up", "down"]
         with pytest.raises(CheckpointError) as unsaved:
             save_state(strange, root / "strange")
         directory = save_state(own_state(mesh, job, plan, "counting in plain numbers", seed=1), root / "saved")
@@ -322,6 +328,35 @@ def refuse_own(rank: int, root: Path) -> tuple[str, str, bool]:
 
 def test_state_that_no_checkpoint_holds_and_other_optimizers_are_refused(tmp_path: Path) -> None:
     unsaved, unfit, untouched = run_ranks(1, refuse_own, tmp_path)[0]
-    assert "Counting keeps state/lookup.weight/history = [1.0, 2.0]" in unsaved
+    assert "Counting keeps state/lookup.weight/history = ['up', 'down']" in unsaved
     assert "it was written with the optimizer Counting, not RMSprop" in unfit
     assert untouched
+
+
+class Moody(torch.optim.SGD):
+    """Keeps text, from the first step on."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["mood"] = "up"
+        return super().step(closure)
+
+
+def refuse_at_the_first_step(rank: int, root: Path) -> tuple[str, int]:
+    """Rank 1 alone has such an optimizer."""
+    job, plan = job_for(2), plan_for(2)
+    with open_mesh(plan.layout, device="cpu") as mesh:
+        model = own_state(mesh, job, plan, "counting in plain numbers", seed=1).model
+        kind = Moody if rank == 1 else torch.optim.SGD
+        state = TrainState(model, kind(list(model.parameters()), lr=0.1), job.run.seed)
+        with pytest.raises(CheckpointError) as raised:
+            train(state, job, plan, copy_run(root / "empty", root / "run", mesh), attempt=0, look_at=())
+        return str(raised.value), state.step
+
+
+def test_state_that_no_checkpoint_holds_ends_the_run_at_its_first_step(tmp_path: Path) -> None:
+    """On every rank, and long before the first save is due."""
+    write_corpus(tmp_path)
+    (message, step), other = run_ranks(2, refuse_at_the_first_step, tmp_path)
+    assert "rank 1: Moody keeps own/mood = 'up'" in message
+    assert step == 1 < SAVED
+    assert other == (message, step)

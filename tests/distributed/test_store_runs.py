@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +13,8 @@ from typing import Any
 import fsspec
 import pytest
 
-from commands import TINY, Done, environment, events, run, write_text
+from commands import TINY, Done, environment, events, finish, loss_curve, run, start, wait_until, write_text
+from phalanx.checkpoint.stores import open_store
 from phalanx.cli._app import run as phalanx
 from phalanx.observe.events import CheckpointFailed, CheckpointSaved, Note, RunStarted, StepFinished
 from phalanx.report.reduce import reduce_run
@@ -35,16 +38,24 @@ JOB = (
 
 @dataclass(frozen=True)
 class Story:
-    """A run with an outage in its middle, the same run continued, and what the verbs say of its store."""
+    """A run with an outage in its middle, the same run continued, and what the verbs say of its store.
+
+    `held`: requests that the store does not answer, and steps that were saved, when the continued run had done step 38
+    and the save of step 35 stood still.
+    """
 
     folder: Path
     server: Server
     first: Done
     resumed: Done
+    held: tuple[int, list[int]]
 
     @property
     def run_dir(self) -> Path:
         return self.folder / "run"
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        return start(*arguments, cwd=self.folder, env=environment(**self.server.env))
 
     def phalanx(self, *arguments: str) -> Done:
         return run(*arguments, cwd=self.folder, env=environment(**self.server.env))
@@ -59,10 +70,26 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         server.fail(times=100, method="PUT", part="step-10-", status=500)
         env = environment(**server.env)
         first = run("train", *JOB, "run.dir=run", cwd=folder, env=env)
-        server.fail(times=0)
+        server.fail(times=1, method="PUT", part="step-35-", holds=True)
         more = ("train.steps=40", "checkpoint.asynchronous=true")
-        resumed = run("train", "--resume", "run", *more, cwd=folder, env=env)
-        yield Story(folder, server, first, resumed)
+        process = start("train", "--resume", "run", *more, cwd=folder, env=env)
+        run_dir = folder / "run"
+        try:
+            wait_until(
+                lambda: process.poll() is not None or (server.num_failed() and max(loss_curve(run_dir)) >= 38),
+                deadline_s=120.0,
+            )
+            held = server.num_failed(), saved_steps(run_dir)
+        finally:
+            server.fail(times=0)
+            resumed = finish(process)
+        yield Story(folder, server, first, resumed, held)
+
+
+def saved_steps(run_dir: Path) -> list[int]:
+    """In order, also while the run is at work."""
+    lines = [line for path in (run_dir / "events").iterdir() for line in path.read_text().splitlines()]
+    return sorted(json.loads(line)["step"] for line in lines if '"event":"checkpoint_saved"' in line.replace(" ", ""))
 
 
 def test_an_outage_costs_one_checkpoint_and_training_goes_on(story: Story) -> None:
@@ -87,14 +114,20 @@ def test_the_run_continues_from_the_store(story: Story) -> None:
     assert not (story.run_dir / "checkpoints").exists()
 
 
+def test_training_goes_on_while_the_store_does_not_answer(story: Story) -> None:
+    """Steps are done that come after the one that is being saved; its checkpoint is there when the store answers."""
+    num_requests, saved = story.held
+    assert num_requests == 1
+    assert saved[-1] == 30
+    assert saved_steps(story.run_dir)[-2:] == [35, 40]
+
+
 def test_the_verbs_work_on_the_run_and_on_the_url(
     story: Story, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In this process: they are many."""
     monkeypatch.chdir(story.folder)
-    for name, value in story.server.env.items():
-        monkeypatch.setenv(name, value)
-    fsspec.get_filesystem_class("s3").clear_instance_cache()  # other tests of this process had another server
+    in_this_process(story.server, monkeypatch)
 
     def facts(*arguments: str) -> tuple[int, Any]:
         code = phalanx(["checkpoint", *arguments, "--json"])
@@ -122,6 +155,13 @@ def test_the_verbs_work_on_the_run_and_on_the_url(
     assert facts("verify", one)[0] == 5
 
 
+def in_this_process(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores that are opened here are on `server`."""
+    for name, value in server.env.items():
+        monkeypatch.setenv(name, value)
+    fsspec.get_filesystem_class("s3").clear_instance_cache()  # other tests of this process had another server
+
+
 def test_the_facts_of_a_run_need_no_store(story: Story) -> None:
     """What a laptop without the run's credentials sees."""
     said = run_json(reduce_run(story.run_dir))["checkpoints"]
@@ -134,6 +174,58 @@ def test_a_new_run_does_not_take_the_checkpoints_of_another(story: Story) -> Non
     assert done.code == 2
     assert "there are checkpoints of another run" in done.problem
     assert not (story.folder / "other").exists()
+
+
+SHORT = (*TINY, "data.source=text", "train.steps=4", f"checkpoint.url=s3://{BUCKET}/raced")
+
+
+def test_of_two_runs_that_race_for_a_url_one_is_refused(story: Story) -> None:
+    """Both have looked and seen nobody's; the store hears of one's claim while the other's is on its way."""
+    server, names = story.server, ("one", "two")
+    server.fail(times=1, method="PUT", part="owner.json", holds=True)
+    racing = {name: story.start("train", *SHORT, f"run.dir={name}") for name in names}
+    try:
+        begun = [story.folder / name / "job.json" for name in names]
+        wait_until(lambda: any(path.exists() for path in begun) and server.num_failed() == 1)
+    finally:
+        server.fail(times=0)
+    done = {name: finish(process) for name, process in racing.items()}
+    assert sorted(one.code for one in done.values()) == [0, 9]
+    winner, loser = sorted(names, key=lambda name: done[name].code)
+    assert f"s3://{BUCKET}/raced: checkpoint.url belongs to the run '{winner}' of " in done[loser].problem
+    assert not (story.folder / loser).exists()
+    assert saved_steps(story.folder / winner) == [4]
+
+
+def test_a_claim_that_was_lost_is_noticed_before_anything_is_loaded(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second took the URL when the first had claimed it, and its ranks had not begun."""
+    in_this_process(story.server, monkeypatch)
+    server, url = story.server, f"s3://{BUCKET}/taken"
+    job = (*SHORT, f"checkpoint.url={url}")
+    first = story.start("train", *job, "run.dir=first")
+    try:
+        wait_until(lambda: first.poll() is not None or (story.folder / "first" / "job.json").exists())
+        server.fail(times=1, method="GET", part="owner.json", holds=True)
+        wait_until(lambda: first.poll() is not None or server.num_failed() == 1)
+        owner = open_store(story.folder, url).owner
+        assert owner is not None
+        owner.remove()  # as if the second had looked before the first wrote
+        second = story.phalanx("train", *job, "run.dir=second")
+    finally:
+        server.fail(times=0)
+    assert second.code == 0
+    done = finish(first)
+    assert done.code == 9
+    assert "belongs to the run 'second' of " in done.problem
+    assert not (story.folder / "first").exists()
+    copied = story.folder / "copied"
+    shutil.copytree(story.folder / "second", copied)
+    (copied / "checkpoint-owner.json").unlink()  # it is not that run any more
+    refused = story.phalanx("train", "--resume", "copied", "train.steps=6")
+    assert (refused.code, "belongs to the run 'second' of " in refused.problem) == (9, True)
+    assert saved_steps(story.folder / "second") == [4]
 
 
 def test_what_cannot_be_written_is_said_before_anything_starts(story: Story) -> None:
@@ -152,7 +244,23 @@ def test_no_credential_is_in_any_file(story: Story) -> None:
     assert not (story.folder / "other").exists()
 
 
-@pytest.mark.parametrize("url", ["bucket/run", "/absolute", "s3:/one"])
-def test_what_is_no_url_is_refused(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+NO_STORES = {
+    "bucket/run": "is not a URL",
+    "/absolute": "is not a URL",
+    "s3:/one": "is not a URL",
+    "file://relative": "is not an absolute path",
+    "memory://run": "is memory of one process",
+    "simplecache::s3://bucket/run": "is a chain of URLs",
+    "reference://x": "is of no store",
+}
+
+
+@pytest.mark.parametrize("url", list(NO_STORES))
+def test_what_is_no_url_of_a_store_is_refused(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert phalanx(["plan", *TINY, f"checkpoint.url={url}"]) == 3
-    assert "checkpoint.url" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"checkpoint.url: '{url}' {NO_STORES[url]}" in said
+    assert len(said.splitlines()) == 1
+    if "::" in url or "reference" in url:
+        assert phalanx(["plan", *TINY, f"model.init_from={url}"]) == 3
+        assert f"model.init_from: '{url}' {NO_STORES[url]}" in capsys.readouterr().err

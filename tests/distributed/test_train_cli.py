@@ -32,7 +32,7 @@ from phalanx.checkpoint.manifest import read_manifest
 from phalanx.core.files import read_json
 from phalanx.job.load import load_job_json
 from phalanx.observe.events import BaselineMeasured, EvalFinished, MemoryMeasured, RunFinished, RunStarted, StepFinished
-from phalanx.plan.planner import job_digest
+from phalanx.plan.plan import job_digest
 
 JOB = """\
 [run]

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from checkpoints import Tensors, load_shards, newest, save_shards
-from phalanx.mesh.logical import module_shards
+from phalanx.mesh.logical import Place, module_shards
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.plan.layout import Layout
 from ranks import run_ranks
@@ -45,7 +45,7 @@ def save_and_load(rank: int, root: Path, kind: str) -> list[str]:
     """Loads what one rank saved, and saves what one rank is to load; which tensors were not restored."""
     with open_mesh(Layout(dp_shard=2, tp=2), device="cpu") as mesh:
         module = cut(new_module(SIZES[kind], seed=1), mesh)
-        shards, _ = module_shards(module, replica=rank, num_replicas=4)
+        shards, _ = module_shards(module, Place(rank, 4))
         save_shards(root / "four", 1, shards, mesh)
         load_shards(newest(root / "one"), shards, mesh)
         reference, found = whole(new_module(SIZES[kind], seed=2)), whole(module)
@@ -54,14 +54,14 @@ def save_and_load(rank: int, root: Path, kind: str) -> list[str]:
 
 def one_saves(rank: int, root: Path, kind: str) -> None:
     with open_mesh(Layout(), device="cpu") as mesh:
-        shards, _ = module_shards(new_module(SIZES[kind], seed=2), replica=0, num_replicas=1)
+        shards, _ = module_shards(new_module(SIZES[kind], seed=2))
         save_shards(root / "one", 1, shards, mesh)
 
 
 def one_loads(rank: int, root: Path, kind: str) -> list[str]:
     with open_mesh(Layout(), device="cpu") as mesh:
         module = new_module(SIZES[kind], seed=3)
-        shards, _ = module_shards(module, replica=0, num_replicas=1)
+        shards, _ = module_shards(module)
         load_shards(newest(root / "four"), shards, mesh)
         reference, found = whole(new_module(SIZES[kind], seed=1)), whole(module)
         return [name for name in reference if not torch.equal(found[name], reference[name])]

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +22,36 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from models import CPU
 from phalanx.core.errors import ExitCode
+from phalanx.job.foreign import foreign_shape
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.mesh import logical
 from phalanx.mesh.mesh import Mesh
-from phalanx.parallel import batchnorm, dp_replicate, dp_shard, sync_batchnorm
+from phalanx.parallel import (
+    batchnorm,
+    dp_replicate,
+    dp_shard,
+    offload_activations,
+    recompute,
+    stretch,
+    sync_batchnorm,
+    zero1,
+)
+from phalanx.parallel.compression import Compression
+from phalanx.parallel.draws import Draws
+from phalanx.parallel.dropout import Dropout
+from phalanx.parallel.hooks import int8
 from phalanx.parallel.model import ParallelModel, StepSums
 from phalanx.parallel.protocol import Workpiece
-from phalanx.plan.planner import foreign_shape
+from phalanx.parallel.wire import Wire
 from phalanx.verify import rank as verify_rank
-from phalanx.verify.cases import all_layouts, judged_job, make_cases, shrunk
+from phalanx.verify.cases import RECOMPUTED, all_layouts, compressed_layouts, judged_job, make_cases, shrunk
 from phalanx.verify.row import ROWS
 from ranks import run_ranks
 
 Rows = dict[str, dict[str, Any]]
 Plant = Callable[[], None]
+EVERY = ("ddp", "zero1", "zero2", "zero3")  # without ways of running them
 
 
 def small_job(**model: Any) -> Job:
@@ -49,12 +66,16 @@ def judge_all(
     plant: Plant | None,
     dtypes: list[str],
     shape: ModelShape | None = None,
+    only: tuple[str, ...] = (),
+    compressed: bool = False,
 ) -> None:
-    """One rank's part of `phalanx verify --layouts all`, with a bug in it."""
+    """One rank's part of `phalanx verify --layouts all`, or of some of them, with a bug in it."""
     if plant is not None:
         plant()
     judged = judged_job(job, num_ranks)
-    cases = make_cases(judged, list(all_layouts(num_ranks)), num_ranks=num_ranks, cluster=CPU, shape=shape)
+    layouts = [(name, keys) for name, keys in all_layouts(num_ranks) if not only or name in only]
+    layouts = list(compressed_layouts(num_ranks)) if compressed else layouts
+    cases = make_cases(judged, layouts, num_ranks=num_ranks, cluster=CPU, shape=shape)
     work = [
         {"dtype": dtype, "name": case.name, "parallel": dict(case.parallel), "plan": case.plan.to_json()}
         for dtype in dtypes
@@ -65,25 +86,48 @@ def judge_all(
     assert verify_rank.main({**payload, "job": judged.to_json(), "work": work}) == ExitCode.OK
 
 
-def rows_with(plant: Plant | None, num_ranks: int = 2, dtypes: tuple[str, ...] = ("float64",), **model: Any) -> Rows:
-    return rows_of(small_job(**model), plant, num_ranks, dtypes)
+def rows_with(
+    plant: Plant | None,
+    num_ranks: int = 2,
+    dtypes: tuple[str, ...] = ("float64",),
+    only: tuple[str, ...] = EVERY,
+    **model: Any,
+) -> Rows:
+    return rows_of(small_job(**model), plant, num_ranks, dtypes, only=only)
 
 
 def rows_of(
-    job: Job, plant: Plant | None, num_ranks: int, dtypes: tuple[str, ...], shape: ModelShape | None = None
+    job: Job,
+    plant: Plant | None,
+    num_ranks: int,
+    dtypes: tuple[str, ...],
+    shape: ModelShape | None = None,
+    only: tuple[str, ...] = EVERY,
+    compressed: bool = False,
 ) -> Rows:
     with tempfile.TemporaryDirectory() as directory:
-        run_ranks(num_ranks, judge_all, num_ranks, job, directory, plant, list(dtypes), shape)
+        run_ranks(num_ranks, judge_all, num_ranks, job, directory, plant, list(dtypes), shape, only, compressed)
         lines = (Path(directory) / ROWS).read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     return {f"{row['layout']} {row['dtype']}": row for row in rows}
 
 
-@pytest.mark.parametrize(("preset", "num_ranks", "num_layouts"), [("gpt2", 4, 5), ("gemma3-1b", 2, 3)])
-def test_layouts_equal_the_reference(preset: str, num_ranks: int, num_layouts: int) -> None:
-    """Every layout of these ranks, in fp64 and fp32, against the plain loop."""
-    rows = rows_with(None, num_ranks, ("float64", "float32"), preset=preset)
-    assert len(rows) == 2 * num_layouts
+HYBRID = ("hsdp2x2-zero1", "hsdp2x2-zero2", "hsdp2x2-zero3")
+TENSOR = ("tp2", "tp2-whole-sequence", "tp2-chunks")
+TENSOR_4 = ("ddp-tp2", "zero1-tp2", "zero2-tp2", "zero3-tp2", "tp4", "tp4-whole-sequence", "tp4-chunks")
+
+
+@pytest.mark.parametrize(
+    ("preset", "num_ranks", "names"),
+    [
+        ("gpt2", 4, (*EVERY, *HYBRID, *TENSOR_4)),
+        pytest.param("gemma3-1b", 2, (*EVERY, *TENSOR, *RECOMPUTED), marks=pytest.mark.long),
+    ],
+)
+def test_layouts_equal_the_reference(preset: str, num_ranks: int, names: tuple[str, ...]) -> None:
+    """Every layout of these ranks, and variants, in fp64 and fp32, against the plain loop."""
+    rows = rows_with(None, num_ranks, ("float64", "float32"), only=names, preset=preset)
+    assert set(rows) == {f"{name} {dtype}" for name in names for dtype in ("float64", "float32")}
     assert {name: row["first"] for name, row in rows.items() if not row["ok"]} == {}
     assert all(row["errors"]["gradient"] > 0 for row in rows.values()), "something was compared"
 
@@ -265,42 +309,180 @@ def batchnorm_by_rank() -> None:
     sync_batchnorm.SyncBatchNorm.apply = lambda self, piece: None  # type: ignore[method-assign]
 
 
+def same_masks_on_every_rank() -> None:
+    """Each rank drops as if its rows were those of rank 0."""
+    microbatch = Draws.microbatch
+
+    def of_rank_0(self: Draws, step: int, first_row: int, num_rows: int) -> Any:
+        return microbatch(self, step, first_row - dist.get_rank() * num_rows, num_rows)
+
+    Draws.microbatch = of_rank_0  # type: ignore[assignment, method-assign]
+
+
+def dropout_drawn_by_rank() -> None:
+    """Dropout layers are left to torch, whose generator each rank has its own of."""
+    Dropout.apply = lambda self, piece: torch.manual_seed(piece.mesh.rank) and None  # type: ignore[method-assign]
+    Draws.mask = lambda self, *args, **options: None  # type: ignore[method-assign]
+
+
+def recomputed_with_other_masks() -> None:
+    """A recomputation goes on counting the calls of each layer."""
+    Draws.again = lambda self: (nullcontext(), nullcontext())  # type: ignore
+
+
 def gradients_reduced_in_bfloat16() -> None:
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16, cast_forward_inputs=False)
     dp_shard._policy = lambda *args, **kwargs: policy
 
 
+def other_draws_when_recomputed() -> None:
+    """A recomputed block does not draw what its forward drew: here it adds noise, and its forward did not."""
+    checkpoint, call_again, contexts_of = recompute.checkpoint, stretch._call_again, recompute.contexts_of
+    selective = []
+
+    def noted(block: Any, mode: str, draws: Any) -> Any:
+        found = contexts_of(block, mode, draws)
+        selective.extend([found] if mode == "selective" else [])
+        return found
+
+    def drawing(forward: Any, *args: Any, **options: Any) -> Any:
+        if options["context_fn"] in selective:  # torch itself sees that other operations are called, and raises
+            return checkpoint(forward, *args, **options)
+
+        def again(x: torch.Tensor, *rest: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            return forward(x if len(calls) == 1 else x + 0.1 * torch.randn_like(x.detach()), *rest, **kwargs)
+
+        calls: list[int] = []
+        return checkpoint(again, *args, **options)
+
+    def drawing_again(call: Any, before: Any, fill: Any) -> Any:
+        forward = call.forward
+        changed = replace(call, forward=lambda x, *rest: forward(x + 0.1 * torch.randn_like(x.detach()), *rest))
+        return call_again(changed, before, fill)
+
+    recompute.contexts_of, recompute.checkpoint = noted, drawing  # type: ignore[assignment]
+    stretch._call_again = drawing_again
+
+
+def segments_that_detach() -> None:
+    """What enters a segment is cut off from what came before it."""
+    call = stretch._Pass.call
+
+    def cut(self: Any, block: Any, forward: Any, contexts: Any, args: Any, kwargs: Any) -> Any:
+        if not self._calls:
+            args = (args[0].detach().requires_grad_(), *args[1:])
+        return call(self, block, forward, contexts, args, kwargs)
+
+    stretch._Pass.call = cut  # type: ignore[method-assign]
+
+
+def offload_that_mixes_up() -> None:
+    """What comes back from host memory begins an element too late."""
+    fetch = offload_activations.Trip._fetch
+
+    def rolled(self: Any, parked: Any) -> None:
+        fetch(self, parked)
+        if parked.back.numel() > 4096:
+            parked.back.copy_(parked.host.roll(-8))
+
+    offload_activations.Trip._fetch = rolled  # type: ignore[method-assign]
+
+
+def evaluation_of_something_else() -> None:
+    """A forward without gradients does not give the loss of one with them."""
+    evaluate = ParallelModel.evaluate
+
+    def stale(self: Any, microbatches: Any, objective: Any) -> StepSums:
+        sums = evaluate(self, microbatches, objective)
+        return type(sums)(sums.loss_sum * 1.01, sums.num_targets)
+
+    ParallelModel.evaluate = stale  # type: ignore[assignment, method-assign]
+
+
+def updated_weights_that_stay_away() -> None:
+    """ZeRO-1: rank 1 takes part in the gather and keeps its own weights."""
+    receive = zero1._Span.receive
+
+    def forget(self: Any, bucket: torch.Tensor, rank: int) -> None:
+        if rank != 1:
+            receive(self, bucket, rank)
+
+    zero1._Span.receive = forget  # type: ignore[method-assign]
+
+
+def a_slice_updated_with_the_gradient_of_the_step_before() -> None:
+    """ZeRO-1: on rank 1 the optimizer sees what the first slice was handed a step ago."""
+    update = ParallelModel.update
+
+    def stale(self: Any, optimizer: torch.optim.Optimizer) -> None:
+        part = next(iter(self._piece.trained.parts.values()), None)
+        if part is not None and self.mesh.rank == 1:
+            gradient = part.trained.grad.to_local()
+            before, self.kept = getattr(self, "kept", gradient.clone()), gradient.clone()
+            gradient.copy_(before)
+        update(self, optimizer)
+
+    ParallelModel.update = stale  # type: ignore[method-assign]
+
+
 EXPECTED = {
     # bug: (layouts it is in, what differs first, a part of the name, a part of the cause)
     sum_instead_of_average: (
-        ("ddp", "zero2", "zero3"),
+        EVERY,
         "gradient",
         "embed.weight",
         "summed over the data-parallel ranks",
     ),
-    norm_of_shards: (("zero2", "zero3"), "gradient norm", "", "norm of what rank"),
-    mean_of_means: (("ddp", "zero2", "zero3"), "loss", "", "a mean of means"),
-    clip_by_local_norms: (("zero2", "zero3"), "gradient", "embed.weight", "clipped by local norms"),
-    stale_copy_of_a_tied_weight: (("ddp",), "no tensor of the module:", "stale_head.weight", "tied weight"),
-    one_rank_misses_a_reduction: (("ddp", "zero2", "zero3"), "gradient", "blocks.1.ffn.up.weight", "only rank 1"),
-    same_share_on_every_rank: (("ddp", "zero2", "zero3"), "number of targets", "", "other shares of the batch"),
-    decay_of_everything: (("zero2", "zero3"), "update", "embed.weight", "optimizer sees or keeps something else"),
-    shard_borders_by_the_floor: (("zero2", "zero3"), "initial weight", "embed.weight", "borders of shards"),
+    norm_of_shards: (("zero1", "zero2", "zero3"), "gradient norm", "", "norm of what rank"),
+    mean_of_means: (EVERY, "loss", "", "a mean of means"),
+    clip_by_local_norms: (("zero1", "zero2", "zero3"), "gradient", "embed.weight", "clipped by local norms"),
+    stale_copy_of_a_tied_weight: (("ddp", "zero1"), "no tensor of the module:", "stale_head.weight", "tied weight"),
+    one_rank_misses_a_reduction: (EVERY, "gradient", "blocks.1.ffn.up.weight", "only rank 1"),
+    same_share_on_every_rank: (EVERY, "number of targets", "", "other shares of the batch"),
+    decay_of_everything: (
+        ("zero1", "zero2", "zero3"),
+        "update",
+        "embed.weight",
+        "optimizer sees or keeps something else",
+    ),
+    shard_borders_by_the_floor: (("zero1", "zero2", "zero3"), "initial weight", "embed.weight", "borders of shards"),
     gradients_reduced_in_bfloat16: (("zero2", "zero3"), "gradient", "embed.weight", "bfloat16's rounding"),
-    weights_by_rank: (("ddp", "zero2", "zero3"), "initial weight", "embed.weight", "depend on the layout"),
+    evaluation_of_something_else: (EVERY, "evaluation loss", "", "a forward without gradients"),
+    updated_weights_that_stay_away: (("zero1",), "loss", "", "saw other weights: a stale copy"),
+    a_slice_updated_with_the_gradient_of_the_step_before: (("zero1",), "loss", "", "saw other weights: a stale copy"),
+    weights_by_rank: (EVERY, "initial weight", "embed.weight", "depend on the layout"),
 }
+
+EXPECTED_OF_RECOMPUTE = {
+    other_draws_when_recomputed: ("zero3-full", "zero3-sqrt", "ddp-every2"),
+    segments_that_detach: ("zero3-sqrt",),
+    offload_that_mixes_up: ("ddp-offload-activations", "zero3-selective"),
+}
+
+
+@pytest.mark.parametrize("plant", EXPECTED_OF_RECOMPUTE, ids=lambda plant: plant.__name__)
+def test_bugs_of_recompute_are_found_in_the_variants_that_have_them(plant: Plant) -> None:
+    """In the gradient, with loss and initial weights as they should be; what keeps everything is equal."""
+    rows = rows_with(plant, only=("zero3", *RECOMPUTED))
+    assert len(rows) == 1 + len(RECOMPUTED)
+    wrong = {name.split()[0]: row["first"] for name, row in rows.items() if not row["ok"]}
+    assert set(wrong) == set(EXPECTED_OF_RECOMPUTE[plant])
+    assert {(first["what"], first["step"]) for first in wrong.values()} == {("gradient", 0)}
 
 
 @pytest.mark.parametrize("plant", EXPECTED, ids=lambda plant: plant.__name__)
 def test_planted_bugs_are_found_and_named(plant: Plant) -> None:
     layouts, what, name, cause = EXPECTED[plant]
     rows = rows_with(plant, tie_embeddings=True)
-    for layout in ("ddp", "zero2", "zero3"):
+    for layout in EVERY:
         row = rows[f"{layout} float64"]
         assert row["ok"] is (layout not in layouts), (layout, row["first"])
         if not row["ok"]:
             first = row["first"]
-            assert (first["what"], name in first["name"], cause in first["cause"]) == (what, True, True), first
+            is_whole = (plant, layout) == (shard_borders_by_the_floor, "zero1")  # there weights have no borders
+            expected = ("gradient" if is_whole else what, True, True)
+            assert (first["what"], name in first["name"], cause in first["cause"]) == expected, first
             assert first["error"] > row["tolerance"]
 
 
@@ -329,9 +511,154 @@ def test_batchnorm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = foreign_shape(job)
     right = rows_of(job, None, 2, ("float64", "float32"), shape)
     assert {name: row["first"] for name, row in right.items() if not row["ok"]} == {}
-    assert len(right) == 6
+    assert set(right) == {f"{layout} {dtype}" for layout in EVERY for dtype in ("float64", "float32")}
     assert all(row["errors"]["buffer"] > 0 for row in right.values())
     for row in rows_of(job, running_statistics_that_stay, 2, ("float64",), shape).values():
         assert (row["first"]["what"], row["first"]["name"]) == ("buffer", "norm.running_mean")
     for row in rows_of(job, batchnorm_by_rank, 2, ("float64",), shape).values():
         assert (row["first"]["what"], "other rows" in row["first"]["cause"]) == ("loss", True)
+
+
+WITH_DROPOUT = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.drop = nn.Linear(16, 16), nn.Dropout(0.2)
+
+    def forward(self, hidden):
+        return hidden + self.drop(torch.tanh(self.linear(hidden)))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(256, 16), nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(16, 256)
+
+    def forward(self, tokens):
+        hidden = F.dropout(self.embed(tokens), 0.1, self.training)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+"""
+
+
+def test_dropout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers and a call of F.dropout, equal in every layout; masks by rank, or of another recomputation, are found."""
+    (tmp_path / "with_dropout.py").write_text(WITH_DROPOUT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)  # type: ignore[no-untyped-call]
+    model = {"model": {"kind": "with_dropout:Model"}, "data": {"seq_len": 16}}
+    job, recomputed = (Job.model_validate(model | {"train": {"recompute": how}}) for how in ("none", "full"))
+    shape = foreign_shape(job)
+    right = rows_of(recomputed, None, 2, ("float64", "float32"), shape)
+    assert {name: row["first"] for name, row in right.items() if not row["ok"]} == {}
+    assert {name: row["notes"] for name, row in right.items()} == {
+        f"{layout} {dtype}": [] for layout in EVERY for dtype in ("float64", "float32")
+    }
+    for row in rows_of(job, same_masks_on_every_rank, 2, ("float64",), shape).values():
+        first = row["first"]
+        assert (first["what"], first["name"], first["ranks"]) == ("dropout", "blocks.0.drop", [1])
+        assert "those of the others are not" in first["cause"]
+    for row in rows_of(job, dropout_drawn_by_rank, 2, ("float64",), shape).values():
+        first = row["first"]
+        assert (first["what"], first["name"], first["ranks"]) == ("dropout", "blocks.0.drop", [0, 1])
+    for row in rows_of(recomputed, recomputed_with_other_masks, 2, ("float64",), shape).values():
+        assert (row["first"]["what"], "goes wrong where it meets" in row["first"]["cause"]) == ("gradient", True)
+
+
+# Compressed gradients
+
+
+def second_rounding_forgotten() -> None:
+    """The rank that adds a part up keeps nothing of what its own rounding loses."""
+    quantise = int8._quantise
+
+    def forgetful(blocks: torch.Tensor) -> Any:
+        numbers, scales = quantise(blocks)
+        if len(blocks) == 1:  # the mean of this rank's share
+            blocks.copy_(int8._restore(numbers, scales, blocks.dtype))
+        return numbers, scales
+
+    int8._quantise = forgetful
+
+
+def own_places_for_all() -> None:
+    """A rank puts what others sent at the places of its own largest elements."""
+    gather = Wire.gather
+
+    def confused(self: Wire, mine: torch.Tensor) -> torch.Tensor:
+        every = gather(self, mine)
+        return mine.expand_as(every).clone() if mine.dtype == torch.int32 else every
+
+    Wire.gather = confused  # type: ignore[method-assign]
+
+
+def sum_on_the_wire() -> None:
+    """The mean over ranks is never taken."""
+    reduce = Compression.reduce
+
+    def summed(self: Compression, parameters: Any, tensors: Any) -> None:
+        tensors = list(tensors)
+        reduce(self, parameters, tensors)
+        for tensor in tensors:
+            tensor.mul_(self._wire.num_ranks)
+
+    Compression.reduce = summed  # type: ignore[method-assign]
+
+
+COMPRESSED = ("bf16", "fp16", "int8", "powersgd", "topk")
+EXPECTED_COMPRESSED = {
+    second_rounding_forgotten: (("int8",), "gradient", "embed.weight", ""),
+    own_places_for_all: (("topk",), "gradient", "embed.weight", ""),
+    sum_on_the_wire: (COMPRESSED, "gradient", "embed.weight", ""),
+}
+
+
+def test_compressed_gradients_lose_nothing() -> None:
+    """On three ranks: each hook, and what the row says of it."""
+    rows = rows_of(small_job(), None, 3, ("float64", "float32"), compressed=True)
+    assert {name: row["first"] for name, row in rows.items() if not row["ok"]} == {}
+    assert {row["compress"] for row in rows.values()} == set(COMPRESSED)
+    for row in rows.values():
+        is_cast = row["compress"] in ("bf16", "fp16")
+        assert ("sent" in row["errors"]) is not is_cast
+        assert ("rounds gradients" if is_cast else "changes gradients by design") in row["notes"][-1]
+
+
+@pytest.mark.parametrize("plant", EXPECTED_COMPRESSED, ids=lambda plant: plant.__name__)
+def test_planted_bugs_of_compression_are_found(plant: Plant) -> None:
+    kinds, what, name, cause = EXPECTED_COMPRESSED[plant]
+    rows = rows_of(small_job(), plant, 2, ("float64",), compressed=True)
+    for kind in COMPRESSED:
+        row = rows[f"ddp-{kind} float64"]
+        assert row["ok"] is (kind not in kinds), (kind, row["first"])
+        if not row["ok"]:
+            first = row["first"]
+            assert (first["what"], name in first["name"], cause in first["cause"]) == (what, True, True), first
+
+
+def one_rank_rounds_otherwise() -> None:
+    """What rank 1 makes of the bytes differs in the last place: no loss shows it for a long time."""
+    reduce = Compression.reduce
+
+    def odd(self: Compression, parameters: Any, tensors: Any) -> None:
+        tensors = list(tensors)
+        reduce(self, parameters, tensors)
+        if dist.get_rank() == 1:
+            for tensor in tensors:
+                tensor.mul_(1 + 2**-50)
+
+    Compression.reduce = odd  # type: ignore[method-assign]
+
+
+def test_ranks_that_drift_apart_are_found() -> None:
+    rows = rows_of(small_job(), one_rank_rounds_otherwise, 2, ("float64",), compressed=True)
+    for row in rows.values():
+        assert row["first"]["what"] == "weight"
+        assert "the ranks hold different weights" in row["first"]["cause"]

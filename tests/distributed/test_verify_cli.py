@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from commands import run, run_all
+from phalanx.verify.cases import all_layouts, compressed_layouts
 
 OWN = """
 import os
@@ -48,10 +49,16 @@ def test_the_default_job_is_equal_and_says_so(tmp_path: Path) -> None:
     assert done.code == 0, done.err
     lines = done.out.splitlines()
     assert lines[0].startswith("shrunk  num_layers 4 -> 2")
-    assert [line.split()[:3] for line in lines if line.startswith("equal")] == [
-        ["equal", layout, dtype] for dtype in ("float64", "float32") for layout in ("ddp", "zero2", "zero3")
-    ]
-    assert lines[-1] == "verdict 6 of 6 rows equal the reference"
+    for head, layouts in (("equal", all_layouts(2)), ("lossy", compressed_layouts(2))):
+        names = [name for name, _ in layouts]
+        assert [line.split()[:3] for line in lines if line.startswith(head)] == [
+            [head, name, dtype] for dtype in ("float64", "float32") for name in names
+        ]
+    exact, rounded = len(list(all_layouts(2))), len(list(compressed_layouts(2)))
+    assert lines[-1] == (
+        f"verdict {2 * exact} of {2 * exact} rows equal the reference, "
+        f"{2 * rounded} of {2 * rounded} with compressed gradients do what they should"
+    )
     assert list(tmp_path.iterdir()) == []  # nothing is left behind
 
 
@@ -66,11 +73,12 @@ def test_a_module_that_computes_something_else_per_rank_is_exit_11_and_named(tmp
         assert (row["ok"], row["model"], row["first"]["what"]) == (False, "own:build", "loss")  # type: ignore[index]
 
 
-def test_dropout_is_switched_off_and_said(tmp_path: Path) -> None:
+def test_dropout_that_each_rank_draws_is_switched_off_and_said(tmp_path: Path) -> None:
     own(tmp_path)
-    done = run("verify", "model.kind=own:build", "model.args={dropout = 0.5}", "--ranks", "2", cwd=tmp_path)
+    job = ("model.kind=own:build", "model.args={dropout = 0.5}", "parallel.dropout=local")
+    done = run("verify", *job, "--ranks", "2", cwd=tmp_path)
     assert done.code == 0, done.out
-    assert "1 dropout layer" in done.out
+    assert "1 dropout layer is switched off" in done.out
 
 
 def test_a_crash_is_a_row_and_exit_11(tmp_path: Path) -> None:
@@ -88,7 +96,7 @@ def test_refusals(tmp_path: Path) -> None:
         ("--ranks", "4", "parallel.dp_shard=3"): (3, "nearest: 2 or 4"),
         ("--model", "llama3-8b"): (3, "--shrink"),
         ("--model", "llama3-9b"): (3, "llama3-8b"),
-        ("--layouts", "some"): (2, "asked (the job's own layout) or all"),
+        ("--layouts", "some"): (2, "'some' is no layout of 4 ranks"),
         ("--model", "own:build", "--shrink"): (3, "smaller model.args"),
     }
     for arguments, (code, text) in cases.items():
@@ -118,7 +126,7 @@ class Odd(nn.Module):
         for layer in self.layers:
             hidden = layer(hidden)
         if self.draws:
-            hidden = F.dropout(hidden, 0.1, self.training)
+            hidden = hidden + torch.rand_like(hidden)
         logits = self.head(hidden.float() if self.rounds else hidden).float()
         return {"logits": logits} if self.names else logits
 """
@@ -130,9 +138,11 @@ def test_a_module_with_all_kinds_of_things_in_it_is_no_alarm(tmp_path: Path) -> 
     (tmp_path / "odd.py").write_text(ODD)
     done = run("verify", *JUDGE_ODD, "--ranks", "2", "--layouts", "all", cwd=tmp_path)
     rows = rows_of(done.out)
-    assert (done.code, len(rows), [row["first"] for row in rows if not row["ok"]]) == (0, 6, [])
-    assert "fewer digits than float64" in str(rows[0]["notes"])
-    assert "8 dropout layers" in str(rows[0]["notes"])
+    assert (done.code, [row["first"] for row in rows if row["ok"] is False]) == (0, [])
+    assert {row["layout"] for row in rows if row["ok"] is None} == {
+        name for name, axes in all_layouts(2) if "tp" in axes
+    }
+    assert "fewer digits than float64" in str(next(row for row in rows if row["ok"])["notes"])
 
 
 def test_a_module_that_alone_cannot_be_judged_is_refused_and_no_layout_is_blamed(tmp_path: Path) -> None:

@@ -34,6 +34,20 @@ from phalanx.checkpoint.manifest import list_checkpoints
 from phalanx.observe.events import EvalFinished, RankFailed, RanksStarted, RestartScheduled
 
 STEPS, EVERY, EVALUATED = 40, 5, 10
+NOISY = """
+import random
+import numpy
+import torch
+from phalanx.nn.objective import causal_cross_entropy
+
+exact = causal_cross_entropy(64)
+
+
+def noisy(outputs, batch):
+    noise = random.random() + numpy.random.random() + torch.rand(())
+    loss, num_targets = exact(outputs, batch)
+    return loss * (1 + 0.01 * noise), num_targets
+"""
 LAYOUTS = {"ddp": "parallel.dp_replicate=2", "zero3": "parallel.dp_shard=2"}
 WAITED = "checkpoint.asynchronous=false"  # saves come at exactly the steps that are a multiple of EVERY
 BESIDE = ("checkpoint.asynchronous=true", "checkpoint.every_steps=1", "checkpoint.keep_last=2")  # one after the other
@@ -43,13 +57,22 @@ SAVE_PHASES = ("ckpt_stage", "ckpt_write", "before_commit", "after_commit")
 
 @dataclass(frozen=True)
 class Drill:
-    """A folder with an uninterrupted run of each layout."""
+    """A folder with an uninterrupted run of each layout. Their loss has noise of three generators in it."""
 
     folder: Path
 
     def arguments(self, layout: str, name: str, *more: str) -> list[str]:
         job = (*TINY, "data.source=text", f"train.steps={STEPS}", f"checkpoint.every_steps={EVERY}", "optim.lr=0.01")
-        return ["train", *job, "parallel.ranks=2", LAYOUTS[layout], f"run.dir={name}", WAITED, *more]
+        return [
+            "train",
+            *job,
+            "model.objective=noise:noisy",
+            "parallel.ranks=2",
+            LAYOUTS[layout],
+            f"run.dir={name}",
+            WAITED,
+            *more,
+        ]
 
     def injured(self, layout: str, name: str, faults: list[str], *more: str) -> Done:
         return run(*self.arguments(layout, name, _inject(faults), *more), cwd=self.folder)
@@ -71,6 +94,7 @@ class Drill:
 def drill(tmp_path_factory: pytest.TempPathFactory) -> Drill:
     folder = tmp_path_factory.mktemp("drill")
     write_text(folder / "text")
+    (folder / "noise.py").write_text(NOISY)
     drill = Drill(folder)
     for done in run_all([drill.arguments(layout, layout) for layout in LAYOUTS], folder):
         assert done.code == 0, done.err

@@ -29,7 +29,18 @@ def test_the_metric_that_it_is_the_best_by_is_kept_and_older_files_have_the_loss
     assert read_best(tmp_path) == Best(3, 1.25, 9, "x", "loss", 1.25)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", "{}", '{"step": "x", "loss": 1, "num_targets": 1}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "3",
+        "{}",
+        '{"step": "x", "loss": 1, "num_targets": 1}',
+        '{"step": 1e999, "loss": 1, "num_targets": 1, "checkpoint": "x"}',
+    ],
+)
 def test_a_damaged_file_is_no_best(tmp_path: Path, text: str) -> None:
     (tmp_path / BEST).write_text(text)
     assert read_best(tmp_path) is None

@@ -7,11 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_retention import damage, save
+from torch import nn
 
 from phalanx.checkpoint.best import write_best
+from phalanx.checkpoint.choose import choose_checkpoint
 from phalanx.checkpoint.locks import hold_run_lock
+from phalanx.checkpoint.manifest import body_xxh3
+from phalanx.checkpoint.weights import load_weights
 from phalanx.cli._app import run
+from phalanx.core.errors import CheckpointError
 
 
 def phalanx(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -59,11 +65,49 @@ def test_verify_reads_the_newest_or_all(a_run: Path, capsys: pytest.CaptureFixtu
     assert (code, facts["checkpoints"][0]["ok"]) == (5, False)
 
 
+@pytest.mark.parametrize("as_json", [[], ["--json"]])
+def test_what_is_found_in_a_checkpoint_is_printed_without_secrets(
+    a_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, as_json: list[str]
+) -> None:
+    monkeypatch.setenv("MY_API_KEY", "SEKRET-1234567")
+    newest = a_run / "checkpoints" / "step-30"
+    body = json.loads((newest / "manifest.json").read_text())
+    tensor = body["tensors"].pop("w")
+    tensor["pieces"] *= 2
+    body["tensors"] = {"https://me:hunter2hunter2@host/SEKRET-1234567": tensor}
+    body["xxh3"] = body_xxh3(body)
+    (newest / "manifest.json").write_text(json.dumps(body))
+    for verb in ("verify", "ls", "diff"):
+        places = [str(a_run)] * (2 if verb == "diff" else 1)
+        code, out, err = phalanx(capsys, verb, *places, *as_json)
+        assert code == {"verify": 5, "ls": 0, "diff": 5}[verb], err
+        assert "hunter2" not in out + err
+        assert "SEKRET" not in out + err
+        assert "https://me:***@host/***" in out + err or verb == "ls"
+
+
 def test_verify_says_what_was_never_committed(a_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (a_run / "checkpoints" / "step-30" / "manifest.json").unlink()
     code, _, err = phalanx(capsys, "verify", str(a_run / "checkpoints" / "step-30"))
     assert (code, "never committed" in err) == (5, True)
     assert phalanx(capsys, "verify", str(a_run))[0] == 0  # the newest that is one
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(
+    a_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (a_run / "checkpoints" / "step-20").rename(a_run / "checkpoints" / "step-90")
+    for verb in (["verify", str(a_run)], ["diff", str(a_run), str(a_run)]):
+        code, _, err = phalanx(capsys, *verb)
+        assert (code, "step-90 holds step 20; call it step-20 again" in err) == (5, True)
+    code, out, _ = phalanx(capsys, "ls", str(a_run))
+    assert (code, "step-90 holds step 20" in out.splitlines()[-1]) == (0, True)
+    module = nn.ParameterDict({"w": nn.Parameter(torch.zeros(8))})
+    with pytest.raises(CheckpointError, match="step-90 holds step 20"):
+        load_weights(module, a_run)
+    (a_run / "checkpoints" / "step-90").rename(a_run / "a copy of step 20")  # a name that says nothing of a step
+    assert phalanx(capsys, "verify", str(a_run / "a copy of step 20"))[0] == 0
+    assert load_weights(module, a_run / "a copy of step 20") == 20
 
 
 def test_diff(a_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,9 +128,51 @@ def test_prune_keeps_the_best_and_refuses_a_run_in_use(a_run: Path, capsys: pyte
     assert not (a_run / "checkpoints" / "step-20").exists()
 
 
+@pytest.mark.parametrize("form", ["{}", "{}/checkpoints", "file://{}", "file://{}/checkpoints"])
+def test_a_run_may_be_named_by_its_folder_of_checkpoints_or_by_a_url(
+    a_run: Path, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    """They are the same run: with its lock, and its best checkpoint."""
+    (a_run / "job.json").write_text("{}")
+    place = form.format(a_run)
+    code, facts = as_json(capsys, "ls", place)
+    assert (code, facts["best"], [found["step"] for found in facts["checkpoints"]]) == (0, 10, [10, 20, 30])
+    assert phalanx(capsys, "verify", place, "--all")[0] == 0
+    with hold_run_lock(a_run):
+        assert phalanx(capsys, "prune", place, "--keep-last", "1")[0] == 9
+    code, facts = as_json(capsys, "prune", place, "--keep-last", "1")
+    assert (code, facts["removed"], facts["kept"]) == (0, ["step-20"], ["step-10", "step-30"])
+    assert choose_checkpoint(place, best=True).step == 10
+
+
+def test_prune_of_a_url_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It would take no lock, and remove the best: only the run's directory knows of both."""
+    url = f"file://{tmp_path}/store"
+    for step in (10, 20):
+        save(tmp_path, step)
+    (tmp_path / "checkpoints").rename(tmp_path / "store")
+    code, _, err = phalanx(capsys, "prune", url, "--keep-last", "1")
+    assert (code, "phalanx checkpoint prune RUN" in err, len(err.splitlines())) == (2, True, 1)
+    assert sorted(path.name for path in (tmp_path / "store").iterdir()) == ["step-10", "step-20"]
+
+
+def test_prune_removes_nothing_where_the_best_is_not_known(a_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (a_run / "best.json").write_text('{"step": 1')
+    code, _, err = phalanx(capsys, "prune", str(a_run), "--keep-last", "1")
+    assert (code, "best.json" in err) == (5, True)
+    assert len(list((a_run / "checkpoints").iterdir())) == 3
+
+
 @pytest.mark.parametrize("verb", ["ls", "verify", "prune"])
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str) -> None:
     more = ["--keep-last", "1"] if verb == "prune" else []
     assert phalanx(capsys, verb, str(tmp_path / "nowhere"), *more)[0] == 2
     code, out, err = phalanx(capsys, verb, str(tmp_path), *more)
     assert (code, out, "no checkpoint is there" in err) == (5, "", True)
+
+
+@pytest.mark.parametrize("verb", ["ls", "prune"])
+def test_one_checkpoint_is_no_run(a_run: Path, capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    more = ["--keep-last", "1"] if verb == "prune" else []
+    code, _, err = phalanx(capsys, verb, str(a_run / "checkpoints" / "step-20"), *more)
+    assert (code, "give the run's directory" in err) == (2, True)

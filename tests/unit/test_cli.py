@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -146,6 +147,35 @@ def test_what_a_users_code_raises_shows_no_secrets(tmp_path: Path) -> None:
     assert done.code == 4
     assert "no https://u:***@host/x?token=*** with ***" in done.problem
     assert json.loads(done.out)["what"] == "ValueError: no https://u:***@host/x?token=*** with ***"
+
+
+LIBRARIES = (
+    *("numpy", "xxhash", "safetensors", "torch", "typer", "pydantic", "pydantic_core", "fsspec", "click", "rich"),
+    *sorted(sys.stdlib_module_names),
+)
+
+
+def test_nothing_in_the_folder_one_stands_in_stands_for_a_library(tmp_path: Path) -> None:
+    """A stranger's folder: `python -m phalanx` is as inert there as the command. A module of one's own is found."""
+    text = write_text(tmp_path / "texts")
+    folder = tmp_path / "downloads"
+    folder.mkdir()
+    (tmp_path / "imports.py").write_text("import sys; print(*sys.modules)")
+    command = [sys.executable, "-m", "imports"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    there = {name for name in LIBRARIES if importlib.util.find_spec(name)}
+    for name in there - set(done.stdout.split()):  # which python -m imports by itself, before us
+        (folder / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r} + chr(10))")
+    (folder / "of_my_own.py").write_text("import torch\ndef build():\n    return torch.nn.Linear(2, 2)\n")
+    verbs = [
+        ["train", *TINY, f"data.source={text}", "parallel.ranks=1", "run.dir=run", "train.steps=4"],
+        ["checkpoint", "verify", "run"],
+        ["plan", "model.kind=of_my_own:build", f"data.source={text}", "parallel.ranks=1"],
+    ]
+    for verb in verbs:
+        finished = run(*verb, cwd=folder)
+        assert finished.code == 0, finished.err
+    assert not (tmp_path / "ran").exists(), (tmp_path / "ran").read_text()
 
 
 def test_an_exception_that_nobody_expected_is_a_traceback_without_secrets(

@@ -82,7 +82,7 @@ def test_values(folder: Path) -> None:
     assert bash(folder, "train", "optim.schedule=") == ["cosine", "linear", "wsd", "constant"]
     assert bash(folder, "train", "optim.schedule=c") == ["cosine", "constant"]
     assert bash(folder, "train", "train.compile=") == ["false", "true"]
-    assert bash(folder, "train", "parallel.zero_stage=") == ["none", "2", "3"]
+    assert bash(folder, "train", "parallel.zero_stage=") == ["none", "1", "2", "3"]
     assert "llama3-70b" in bash(folder, "train", "model.preset=llama3-")
     assert "decoder" in bash(folder, "train", "model.kind=")
     assert bash(folder, "train", "run.nonsense=") == []

@@ -148,6 +148,17 @@ def test_verifying(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no finished dataset" in said(capsys, "verify", made, code=4)
 
 
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_what_is_wrong_with_a_dataset_is_said_without_secrets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, more: list[str]
+) -> None:
+    monkeypatch.setenv("MY_API_KEY", "SEKRET-1234567")
+    assert _app.run(["data", "verify", str(tmp_path / "SEKRET-1234567"), *more]) == 4
+    told = "".join(capsys.readouterr())
+    assert "/***" in told
+    assert "SEKRET" not in told
+
+
 def test_statistics_are_those_of_the_tokens(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dataset = open_dataset(made / "tokens")
     (shard,) = dataset.shards

@@ -165,7 +165,7 @@ def test_a_window_is_not_seen_in_what_blocks_without_it_compute(tokens: torch.Te
 @torch.no_grad()
 def test_initial_norms_are_the_identity_and_biases_zero(name: str) -> None:
     module = Decoder(SHAPES[name])
-    module.initialize(module_shards(module, replica=0, num_replicas=1)[0], 0)
+    module.initialize(module_shards(module)[0], 0)
     for key, parameter in module.named_parameters():
         if key.endswith(".bias"):
             assert not parameter.any()

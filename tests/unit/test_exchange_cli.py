@@ -6,22 +6,25 @@ import importlib
 import json
 import math
 import pickle
+import shutil
 import struct
 import tracemalloc
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from phalanx.checkpoint.chunks import StoredFile
 from phalanx.checkpoint.exchange.families import family_of
 from phalanx.checkpoint.exchange.new_directory import new_directory
 from phalanx.checkpoint.exchange.settings import config_of_shape
 from phalanx.checkpoint.exchange.stored import StoredBag
-from phalanx.checkpoint.manifest import read_manifest
+from phalanx.checkpoint.manifest import MANIFEST, body_xxh3, read_manifest
 from phalanx.cli._app import run
 from phalanx.core.registry import names
 from phalanx.job.load import load_job
@@ -344,6 +347,60 @@ def test_no_verb_unpickles_what_it_is_given(
         run([*verb, *map(str, arguments)])
         assert "Traceback" not in capsys.readouterr().err
         assert not trace.exists(), arguments
+
+
+RUN_FILES = (
+    "model.toml",
+    "tokenizer.json",
+    "job.json",
+    "plan.json",
+    "best.json",
+    "init.json",
+    "epoch",
+    "events/rank-0.jsonl",
+)
+STEP_FILES = (
+    MANIFEST,
+    "rank-0000.safetensors",
+    "pytorch_model.bin",
+    ".metadata",
+    "__0_0.distcp",
+    "config.json",
+    "data.pkl",
+)
+READING: dict[str, Callable[[Path], list[object]]] = {
+    "ls": lambda d: [d],
+    "verify": lambda d: [d],
+    "diff": lambda d: [d, d.parent / "good"],
+    "prune": lambda d: [d, "--keep-last", "1"],
+    "export": lambda d: [d, "--out", d.parent / "x"],
+}
+
+
+@pytest.mark.parametrize("name", [*RUN_FILES, *(f"checkpoints/step-0/{name}" for name in STEP_FILES)])
+def test_one_pickle_in_a_whole_checkpoint_is_never_run(
+    name: str, llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing else is wrong: a file of the checkpoint that became one has its right checksum in the manifest."""
+    good, folder, trace = tmp_path / "good", tmp_path / "gift", tmp_path / "trace"
+    assert phalanx(capsys, "import", llama, "--out", good)[0] == 0
+    shutil.copytree(good, folder)
+    path = folder / name
+    is_listed = path.exists() and path.suffix == ".safetensors"
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(pickled(trace))
+    if is_listed:
+        body = json.loads((path.parent / MANIFEST).read_text())
+        body["files"][path.name] = asdict(StoredFile.of(path))
+        (path.parent / MANIFEST).write_text(json.dumps(body | {"xxh3": body_xxh3(body)}))
+    codes = {verb: phalanx(capsys, verb, *arguments(folder))[0] for verb, arguments in READING.items()}
+    codes["load"] = run(["plan", f"model.init_from={folder}"])
+    assert "Traceback" not in capsys.readouterr().err
+    assert not trace.exists()
+    if "step-0" in name:
+        assert codes["verify"] == 5
+    else:
+        assert codes["verify"] == 0  # the checkpoint is whole: the pickle lies beside it
 
 
 def test_a_pickle_is_read_only_when_it_is_trusted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,6 +97,15 @@ def test_any_changes_under_any_layouts(seed: int, tmp_path: Path) -> None:
         require_whole(folder, saved[folder.step])
 
 
+def test_blocks_without_elements_that_several_files_hold_are_taken_over_once(tmp_path: Path) -> None:
+    """Of a tensor with one row two of three ranks hold none: the same block, as far as one can tell."""
+    store, whole = LocalStore(tmp_path), {"row": torch.ones(1, 10), "none": torch.ones(0, 3)}
+    for step, num_ranks in enumerate((3, 3, 3, 1, 2), 1):
+        save_step(store, step, whole, num_ranks)
+        require_whole(store.folders()[-1], whole)
+        assert len(read_manifest(store.folders()[-1]).files) <= 2 * num_ranks
+
+
 def test_what_is_linked_costs_no_space_and_the_last_link_keeps_it(tmp_path: Path) -> None:
     store, whole = LocalStore(tmp_path), state()
     for step in (1, 2, 3, 4):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.core.errors import JobError
-from phalanx.job import check
+from phalanx.job import check, fault_checks
 from phalanx.job.check import run_checks
 from phalanx.job.explain import sections
 from phalanx.job.load import load_job, load_job_json
@@ -46,6 +46,25 @@ def test_checks_read_keys_that_exist():
         (
             "checkpoint.mtbf_hours=3",
             'checkpoint.mtbf_hours: is for checkpoint.every = "auto"; set every = "auto" as well',
+        ),
+        ("precision.loss_scale=512", 'precision.loss_scale: is for fp16; set precision.compute = "fp16"'),
+        (
+            "precision.compute=fp16 precision.loss_scale=512 precision.loss_scale_growth_steps=9",
+            "precision.loss_scale_growth_steps: is for the dynamic scale, and precision.loss_scale is a number",
+        ),
+        (
+            "parallel.compress=topk parallel.compress_rank=2",
+            'parallel.compress_rank: is for powersgd, and compress is "to',
+        ),
+        ("parallel.compress_fraction=0.5", "parallel.compress_fraction: is for topk"),
+        (
+            "parallel.tp_chunks=4",
+            "parallel.tp_chunks: is for tensor parallelism, and parallel.tp is 1; set parallel.tp",
+        ),
+        ("parallel.sequence_parallel=true", "parallel.sequence_parallel: is for tensor parallelism"),
+        (
+            "parallel.ranks=1 parallel.compress=int8",
+            "parallel.compress: gradients travel as int8 between ranks, and th",
         ),
         ("checkpoint.keep_every=3", "checkpoint.keep_every: keeps some of what is removed, and without keep_last"),
         ("model.dim=130", "model.dim: dim 130 cannot be divided among 4 heads; nearest dim for 4 heads: 128 or 136"),
@@ -114,6 +133,12 @@ def test_checks_read_keys_that_exist():
             "parallel.dp_shard: dp_replicate 2 x dp_shard 2 makes 4 ranks, and parallel.ranks is 8; "
             "nearest: dp_replicate 2 x dp_shard 4, or ranks 4",
         ),
+        ("parallel.ranks=3 parallel.tp=2", "parallel.tp: tp 2 does not divide the 3 ranks; nearest tp: 1 or 3"),
+        (
+            "parallel.ranks=2 parallel.tp=2 parallel.dp_shard=2",
+            "parallel.dp_shard: dp_shard 2 does not divide 1 ranks, what tp 2 leaves of 2",
+        ),
+        ("parallel.rules.head=3", "parallel.rules.head: wanted a string, was given 3; put it in quotes"),
         ("parallel.ranks=8 parallel.dp_shard=3", "parallel.dp_shard: dp_shard 3 does not divide the 8 ranks"),
         ("train.steps=9 optim.warmup_steps=10", "optim.warmup_steps: a warm-up of 10 steps is longer than the 9 steps"),
         (
@@ -160,7 +185,7 @@ def test_refused(overrides, line):
     ],
 )
 def test_allowed(overrides, monkeypatch):
-    monkeypatch.setattr(check, "FAULTS", "phalanx.no_such_room.faults")
+    monkeypatch.setattr(fault_checks, "FAULTS", "phalanx.no_such_room.faults")
     assert problems(*overrides.split()) == []
 
 
@@ -201,7 +226,7 @@ def faults(tmp_path, monkeypatch):
     for file in (folder.parent / "__init__.py", folder / "__init__.py", folder / "kill.py", folder / "stall.py"):
         file.write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(check, "FAULTS", "a_room.faults")
+    monkeypatch.setattr(fault_checks, "FAULTS", "a_room.faults")
 
 
 @pytest.mark.usefixtures("faults")
@@ -244,5 +269,5 @@ def test_faults(fault, words, tmp_path):
 
 @pytest.mark.parametrize("package", ["phalanx.no_such_room.faults", "phalanx.job.no_such_folder"])
 def test_fault_names_are_not_judged_where_the_folder_is_absent(package, monkeypatch):
-    monkeypatch.setattr(check, "FAULTS", package)
+    monkeypatch.setattr(fault_checks, "FAULTS", package)
     assert problems('resilience.inject=["anything:rank=0"]') == []

@@ -8,12 +8,12 @@ from torch import nn
 
 from models import Odd, OneBlockTwice, decoder
 from phalanx.mesh.blocks import find_blocks
-from phalanx.mesh.logical import Box, dtype_name, full_name, local_bytes, module_shards
+from phalanx.mesh.logical import Box, Place, dtype_name, full_name, local_bytes, module_shards
 
 
 def test_names_shapes_and_storage_are_the_modules() -> None:
     module = decoder(tied=False, dtype=torch.float32)
-    shards, aliases = module_shards(module, replica=1, num_replicas=4)
+    shards, aliases = module_shards(module, Place(1, 4))
     assert set(shards) == {name for name, _ in module.named_parameters()}
     assert aliases == {}
     for name, parameter in module.named_parameters():
@@ -27,7 +27,7 @@ def test_names_shapes_and_storage_are_the_modules() -> None:
 
 
 def test_tied_tensors_are_stored_once_and_buffers_only_if_persistent() -> None:
-    shards, aliases = module_shards(Odd(), replica=0, num_replicas=1)
+    shards, aliases = module_shards(Odd())
     assert aliases == {"out.weight": "lookup.weight"}
     assert "out.weight" not in shards
     assert "scale" in shards
@@ -44,13 +44,13 @@ def test_a_compiled_or_wrapped_module_keeps_its_names() -> None:
 
     inner = nn.Sequential(nn.Linear(2, 2))
     wrapped = nn.Sequential(checkpoint_wrapper(inner[0]))
-    assert set(module_shards(wrapped, replica=0, num_replicas=1)[0]) == {"0.weight", "0.bias"}
+    assert set(module_shards(wrapped)[0]) == {"0.weight", "0.bias"}
     compiled = nn.ModuleDict({"body": torch.compile(inner, backend="eager")})
-    assert set(module_shards(compiled, replica=0, num_replicas=1)[0]) == {"body.0.weight", "body.0.bias"}
+    assert set(module_shards(compiled)[0]) == {"body.0.weight", "body.0.bias"}
 
 
 def test_a_shard_like_another_shares_its_blocks() -> None:
-    shards, _ = module_shards(nn.Linear(2, 3, bias=False), replica=0, num_replicas=2)
+    shards, _ = module_shards(nn.Linear(2, 3, bias=False), Place(0, 2))
     moment = shards["weight"].like("optim/weight/exp_avg", torch.zeros(3, 2, dtype=torch.float64))
     assert (moment.name, moment.dtype, moment.boxes) == ("optim/weight/exp_avg", "float64", shards["weight"].boxes)
     assert moment.num_replicas == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,15 @@ def write(directory: Path, body: Any) -> Path:
 def test_it_comes_back(tmp_path: Path) -> None:
     assert read_manifest(write(tmp_path, ONE.to_json())) == ONE
     assert ONE.num_bytes == 100
+
+
+def test_the_step_of_name_manifest_and_state_is_one(tmp_path: Path) -> None:
+    assert read_manifest(write(tmp_path / "step-7", ONE.to_json())) == ONE
+    with pytest.raises(CheckpointError, match="step-9 holds step 7"):
+        read_manifest(write(tmp_path / "step-9", ONE.to_json()))
+    other = replace(ONE, facts={"step": 9})
+    with pytest.raises(CheckpointError, match="the manifest is of step 7, and the state in it of step 9"):
+        read_manifest(write(tmp_path / "step-7", other.to_json()))
 
 
 def test_spacing_and_order_do_not_count(tmp_path: Path) -> None:
@@ -98,6 +108,14 @@ def test_a_part_of_the_wrong_kind_is_damage(tmp_path: Path, key: str, value: Any
         return
     if key == "job_digest" and value == [1]:
         return
+    with pytest.raises(CheckpointError, match="damaged"):
+        read_manifest(write(tmp_path, body))
+
+
+@pytest.mark.parametrize("degree", [None, [2], "x"])
+def test_a_degree_that_is_no_number_is_damage(tmp_path: Path, degree: Any) -> None:
+    body = ONE.to_json() | {"layout": {"tp": degree}}
+    body["xxh3"] = body_xxh3(body)
     with pytest.raises(CheckpointError, match="damaged"):
         read_manifest(write(tmp_path, body))
 

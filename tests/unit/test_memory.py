@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from phalanx.plan.memory import MIXED_FP16_ADAM, StateBytes, state_bytes
+from phalanx.job.shape import ModelShape
+from phalanx.plan.data_parallel import DataParallel
+from phalanx.plan.memory import MIXED_FP16_ADAM, StateBytes, Workload, rank_memory, state_bytes
 
 ROWS: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "golden" / "zero_memory.json").read_text())
 
@@ -35,3 +37,51 @@ def test_each_stage_splits_one_more_kind(stage: int) -> None:
         "gradients": 4000 / (8 if stage >= 2 else 1),
         "parameters": 4000 / (8 if stage >= 3 else 1),
     }
+
+
+# What a job says beyond the degrees, against sums by hand
+
+SHAPE = ModelShape(6, 64, 4, 4, 16, 160, 97, True)
+BLOCK = SHAPE.block_params
+REST = SHAPE.num_params - 6 * BLOCK
+
+
+def memory(stage: int, device: str = "cpu", num_microbatches: int = 2, **options: Any) -> dict[str, int]:
+    work = Workload(1, 8, "fp32", "none", 2048, num_microbatches, options=DataParallel(**options))
+    return rank_memory(SHAPE, work, stage, 2, device, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "gathered", "gradients"),
+    [
+        ({}, REST + BLOCK, SHAPE.num_params + max(REST, BLOCK)),
+        ({"accumulate": "sharded"}, REST + BLOCK, max(REST, BLOCK)),
+        ({"blocks_per_unit": 4}, REST + 4 * BLOCK, SHAPE.num_params + 4 * BLOCK),
+        ({"blocks_per_unit": 9}, SHAPE.num_params, SHAPE.num_params + 6 * BLOCK),
+        ({"blocks_per_unit": 0}, SHAPE.num_params, SHAPE.num_params + SHAPE.num_params),
+        ({"prefetch": 2}, REST + 3 * BLOCK, SHAPE.num_params + max(REST, BLOCK)),
+    ],
+)
+def test_what_zero3_gathers(options: dict[str, Any], gathered: int, gradients: int) -> None:
+    """The root's unit, the units of blocks that are alive, and a unit's whole gradients beside accumulated ones."""
+    assert memory(3, **options)["communication"] == 4 * (gathered + gradients)
+
+
+def test_zero2_counts_its_shards_and_what_it_gathers_once_each() -> None:
+    found = memory(2, num_microbatches=1)
+    assert found["parameters"] == SHAPE.num_params * 4 / 2
+    assert found["communication"] == 4 * (SHAPE.num_params + max(REST, BLOCK))
+
+
+@pytest.mark.parametrize(
+    ("offload", "away"), [("optimizer", {"optimizer"}), ("parameters", {"optimizer", "parameters", "gradients"})]
+)
+def test_what_waits_on_the_host_takes_nothing_of_a_gpu(offload: str, away: set[str]) -> None:
+    states = ("parameters", "gradients", "optimizer")
+    assert {kind for kind in states if memory(3, "cuda", offload=offload)[kind] == 0} == away
+    assert memory(3, "cpu", offload=offload) == memory(3, "cpu")
+
+
+def test_ddp_accumulates_beside_its_buckets() -> None:
+    whole = 4 * SHAPE.num_params
+    assert [memory(stage, num_microbatches=n)["communication"] for stage in (0, 1) for n in (1, 2)] == [0, whole] * 2

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from models import decoder, global_batches
-from phalanx.core.errors import LayoutError
+from phalanx.core.errors import CheckpointError, LayoutError
 from phalanx.job.schema import Optim
-from phalanx.mesh.logical import module_shards
+from phalanx.mesh.logical import Box, LogicalShard, Place, module_shards
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import causal_cross_entropy
 from phalanx.optim.build import build_optimizer, optimizer_shards, set_learning_rate
@@ -113,7 +113,7 @@ class Everything(nn.Module):
 def test_decay_is_by_the_kind_of_module() -> None:
     """Matrices and kernels decay; embeddings, norms, biases and other vectors do not, whatever they are called."""
     module = Everything()
-    groups = decay_groups(module, list(module.parameters()))
+    groups = decay_groups(module, module.named_parameters())
     names = {id(p): name for name, p in module.named_parameters()}
     assert {names[id(p)] for p in groups.decayed} == {
         "patch_embed.weight",
@@ -169,7 +169,7 @@ def test_an_own_optimizer_is_a_name() -> None:
 def test_shards_name_each_slot_of_each_parameter_and_share_storage() -> None:
     module = decoder(tied=True, dtype=torch.float32)
     optimizer = build_optimizer(module, ADAMW)
-    shards, _ = module_shards(module, replica=1, num_replicas=3)
+    shards, _ = module_shards(module, Place(1, 3))
     found = optimizer_shards(optimizer, module.named_parameters(), shards, rank=1, world_size=3)
     assert set(found) == {f"optim/{name}/{slot}" for name in shards for slot in ("step", *SLOTS)}
     moment = found["optim/embed.weight/exp_avg"]
@@ -177,3 +177,16 @@ def test_shards_name_each_slot_of_each_parameter_and_share_storage() -> None:
     assert moment.boxes == shards["embed.weight"].boxes
     assert (moment.replica, moment.num_replicas) == (1, 3)
     assert found["optim/embed.weight/step"].global_shape == ()
+
+
+def test_state_of_a_cut_parameter_in_another_shape_is_refused() -> None:
+    """What a factored optimizer keeps per row differs between ranks of tp: it must not be saved as if it were alike."""
+    weight = nn.Parameter(torch.ones(4, 3))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    owner = LogicalShard("w", (8, 3), "float32", (Box((0, 0), (0, 0), (4, 3)),), weight.detach())
+    optimizer.state[weight] = {"count": torch.tensor(3.0), "moment": torch.ones(4, 3)}
+    kept = optimizer_shards(optimizer, [("w", weight)], {"w": owner}, rank=0, world_size=2)
+    assert (kept["optim/w/moment"].global_shape, kept["optim/w/count"].global_shape) == ((8, 3), ())
+    optimizer.state[weight]["rows"] = torch.ones(4)
+    with pytest.raises(CheckpointError, match="optim/w/rows"):
+        optimizer_shards(optimizer, [("w", weight)], {"w": owner}, rank=0, world_size=2)

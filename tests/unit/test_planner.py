@@ -9,12 +9,17 @@ from typing import Any
 
 import pytest
 
+from models import CPU
 from phalanx.core.errors import DataError, ExitCode, LayoutError
+from phalanx.job.nearby import divisors, nearest
 from phalanx.job.schema import Job
 from phalanx.job.shape import Measured, measured_shape
 from phalanx.plan.cluster import Cluster
+from phalanx.plan.describe import describe
 from phalanx.plan.layout import Layout
-from phalanx.plan.planner import HEADROOM, Plan, describe, divisors, make_plan, nearest
+from phalanx.plan.plan import Plan
+from phalanx.plan.planner import make_plan
+from phalanx.plan.weigh import HEADROOM
 
 GIB = 2**30
 CORES = Cluster("cpu", 8, 64 * GIB)
@@ -47,7 +52,7 @@ def test_what_fits_is_not_sharded() -> None:
 
 
 def test_sharding_is_chosen_when_needed_and_no_more_than_needed() -> None:
-    """As memory shrinks the choice goes ddp, zero2, zero3, refusal; at each size it fits and the simpler did not."""
+    """As memory shrinks: ddp, zero1, zero2, zero3, refusal; at each size the choice fits and the simpler did not."""
     names = []
     for gib in (200, 120, 80, 60, 45, 40, 30, 25, 20, 15, 8):
         cluster = Cluster("cuda", 8, gib * GIB)
@@ -65,9 +70,9 @@ def test_sharding_is_chosen_when_needed_and_no_more_than_needed() -> None:
         names.append(found.chosen.name)
         assert found.chosen.total_bytes <= found.capacity_bytes <= HEADROOM * gib * GIB
         simpler = found.alternatives[: found.alternatives.index(found.chosen)]
-        assert not any(c.fits for c in simpler if c.name != "zero1")
-    assert names == sorted(names, key=["ddp", "zero2", "zero3", "refused"].index)
-    assert set(names) == {"ddp", "zero2", "zero3", "refused"}
+        assert not any(c.fits for c in simpler)
+    assert names == sorted(names, key=["ddp", "zero1", "zero2", "zero3", "refused"].index)
+    assert set(names) == {"ddp", "zero1", "zero2", "zero3", "refused"}
 
 
 @pytest.mark.parametrize(
@@ -75,6 +80,8 @@ def test_sharding_is_chosen_when_needed_and_no_more_than_needed() -> None:
     [
         ({"ranks": 4, "dp_shard": 4}, "zero3", Layout(dp_shard=4)),
         ({"ranks": 4, "dp_shard": 4, "zero_stage": 2}, "zero2", Layout(dp_shard=4)),
+        ({"ranks": 4, "zero_stage": 1}, "zero1", Layout(dp_shard=4)),
+        ({"ranks": 4, "dp_shard": 2, "zero_stage": 1}, "zero1", Layout(dp_replicate=2, dp_shard=2)),
         ({"ranks": 4, "dp_shard": 2}, "zero3", Layout(dp_replicate=2, dp_shard=2)),
         ({"ranks": 4, "dp_replicate": 2}, "zero3", Layout(dp_replicate=2, dp_shard=2)),
         ({"dp_replicate": 2, "dp_shard": 2}, "zero3", Layout(dp_replicate=2, dp_shard=2)),
@@ -88,6 +95,13 @@ def test_sharding_is_chosen_when_needed_and_no_more_than_needed() -> None:
 def test_what_the_job_pins_wins(parallel: dict[str, Any], name: str, layout: Layout) -> None:
     found = plan(parallel=parallel)
     assert (found.chosen.name, found.layout) == (name, layout)
+
+
+@pytest.mark.parametrize("parallel", [{"ranks": 1}, {"ranks": 2, "dp_replicate": 2}, {"ranks": 2, "zero_stage": 1}])
+def test_whole_parameters_cannot_wait_on_the_host(parallel: dict[str, Any]) -> None:
+    with pytest.raises(LayoutError, match="offload=parameters needs shards"):
+        plan(parallel=parallel | {"offload": "parameters"})
+    assert plan(parallel={"ranks": 2, "offload": "parameters"}).chosen.name == "zero2"
 
 
 def test_ranks_are_the_most_that_divide_the_batch() -> None:
@@ -275,3 +289,44 @@ def test_planning_does_not_import_torch() -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert found.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("parallel", "line"),
+    [
+        (
+            {"ranks": 2, "accumulate": "sharded", "prefetch": 1},
+            "parallel.accumulate, parallel.prefetch have no effect under ddp",
+        ),
+        ({"ranks": 2, "zero_stage": 1, "blocks_per_unit": "all"}, "parallel.blocks_per_unit has no effect under zero1"),
+        ({"ranks": 2, "zero_stage": 3, "static_graph": True}, "parallel.static_graph has no effect under zero3"),
+        ({"ranks": 1, "keep_whole_below": 9}, "parallel.keep_whole_below has no effect under one rank"),
+        ({"ranks": 2, "rules": {"embed": "vocab"}}, "parallel.rules has no effect without parallel.tp"),
+        ({"ranks": 2, "zero_stage": 3, "accumulate": "sharded", "prefetch": 1}, None),
+        ({"ranks": 2, "static_graph": True}, None),
+    ],
+)
+def test_keys_that_the_layout_does_not_read_are_named(parallel: dict[str, object], line: str | None) -> None:
+    found = make_plan(Job.model_validate({"parallel": parallel}), cluster=CPU)
+    assert [reason for reason in found.reasons if "no effect" in reason] == ([line] if line else [])
+
+
+@pytest.mark.parametrize(
+    ("parallel", "model", "how"),
+    [
+        ({}, {}, "cut between regions (sequence parallelism)"),
+        ({"sequence_parallel": False}, {}, "whole on every rank, as the job says"),
+        ({}, {"kind": "vit"}, "whole on every rank: a vit cannot do with a part of it"),
+    ],
+)
+def test_a_plan_with_tp_says_what_becomes_of_the_sequence(
+    parallel: dict[str, object], model: dict[str, object], how: str
+) -> None:
+    job = Job.model_validate({"parallel": {"ranks": 2, "tp": 2, **parallel}, "model": model})
+    assert f"tp: the sequence is {how}" in make_plan(job, cluster=CPU).reasons
+
+
+def test_a_vit_cannot_cut_its_sequence() -> None:
+    body = {"parallel": {"ranks": 2, "tp": 2, "sequence_parallel": True}, "model": {"kind": "vit"}}
+    with pytest.raises(LayoutError, match="a vit cannot do with a part of its sequence"):
+        make_plan(Job.model_validate(body), cluster=CPU)

@@ -26,6 +26,7 @@ NAMES = [
     "open_mesh",
     "parallelize",
     "running_ranks",
+    "shard_rules",
 ]
 
 

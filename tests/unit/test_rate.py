@@ -17,7 +17,9 @@ from phalanx.job.schema import Job
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import Note
 from phalanx.observe.tail import recorded
-from phalanx.plan.planner import Plan, describe, make_plan
+from phalanx.plan.describe import describe
+from phalanx.plan.plan import Plan
+from phalanx.plan.planner import make_plan
 from phalanx.train.state import TrainState
 
 

@@ -102,3 +102,29 @@ def test_a_run_that_applied_no_step_says_so(applied: tuple[bool, ...], said: str
     facts = run_json(reduce_run(tmp_path))
     assert facts["final_loss"] == (3.5 if applied[0] else None)
     assert bool(facts["warnings"]) == (said is not None)
+
+
+@pytest.mark.parametrize(("sent", "said"), [(2**20, "1.0 MiB a step, 25 % of what fp32 sends"), (2**22, None)])
+def test_compressed_gradients_are_told_in_bytes(sent: int, said: str | None, tmp_path: Path) -> None:
+    """In the last lines where it is not what everybody sends; on the page and for programs always."""
+    bus = Bus(rank=0, run_dir=tmp_path)
+    bus.emit(RunStarted("train", "", 2, 0, 2, "cpu", {"dp_replicate": 2}, plain_bytes=2**22))
+    for step in (1, 2):
+        bus.emit(StepFinished(step, 1.0, 64, 64 * step, 1e-3, 0.5, 0.1, 640.0, {}, 0.1, 2**30, sent_bytes=sent))
+    bus.close()
+    lines = [line for line in summary_lines(tmp_path) if line.startswith("wire")]
+    assert lines == ([f"wire    gradients {said}"] if said else [])
+    assert run_json(reduce_run(tmp_path))["sent_bytes_per_step"] == sent
+    assert "Gradients sent" in write_report(tmp_path).read_text(encoding="utf-8")
+
+
+def test_what_goes_over_tp_is_told_and_nothing_where_nobody_counts(tmp_path: Path) -> None:
+    for sent, line in ((3 * 2**20, ["wire    activations over tp 3.0 MiB a step"]), (0, [])):
+        run_dir = tmp_path / str(sent)
+        bus = Bus(rank=0, run_dir=run_dir)
+        bus.emit(RunStarted("train", "", 2, 0, 2, "cpu", {"tp": 2}))
+        bus.emit(StepFinished(1, 1.0, 64, 64, 1e-3, 0.5, 0.1, 640.0, {}, 0.1, 2**30, sent_tp_bytes=sent))
+        bus.close()
+        assert [one for one in summary_lines(run_dir) if one.startswith("wire")] == line
+        assert run_json(reduce_run(run_dir))["sent_tp_bytes_per_step"] == (sent or None)
+        assert ("Sent over tp" in write_report(run_dir).read_text(encoding="utf-8")) == bool(sent)

@@ -5,41 +5,60 @@ from __future__ import annotations
 import ast
 import dataclasses
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import phalanx.verify.masks as masks
 import phalanx.verify.reference as reference
 from models import CPU
-from phalanx.core.errors import LayoutError
+from phalanx.cli._verify import Table, describe_refused
+from phalanx.core.errors import ExitCode, LayoutError
 from phalanx.job.schema import Job
+from phalanx.plan.data_parallel import KEYS
+from phalanx.plan.layout import AXES
 from phalanx.verify.cases import all_layouts, judged_job, make_cases, shrunk
+from phalanx.verify.compare import covers_evenly
 from phalanx.verify.trace_facts import BUFFERS, FINAL, INITIAL, UPDATED, Trace, TraceStep, gradients_of
-from phalanx.verify.verdict import Judge, covers_evenly
+from phalanx.verify.verdict import Judge
 
 
-def test_the_reference_imports_torch_alone() -> None:
+@pytest.mark.parametrize("room", [reference, masks], ids=["reference", "masks"])
+def test_the_reference_imports_torch_alone(room: Any) -> None:
     """Else it could share a mistake with what it judges."""
-    tree = ast.parse(Path(reference.__file__).read_text())
+    tree = ast.parse(Path(room.__file__).read_text())
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    allowed = {"torch", "torch.nn.functional", "__future__", "math", "collections.abc", "dataclasses", "typing"}
-    assert imported <= allowed
+    allowed = {"torch", "torch.nn.functional", "torch.utils._python_dispatch", "numpy"}
+    standard = {name for name in imported if name.split(".")[0] in sys.stdlib_module_names}
+    assert imported - standard <= allowed
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6, 8])
 def test_all_layouts_are_of_all_ranks_and_have_plans(num_ranks: int) -> None:
-    job = judged_job(Job(), num_ranks)
+    job = judged_job(Job.model_validate({"model": {"dim": 192, "num_heads": 24, "num_kv_heads": 24}}), num_ranks)
     cases = make_cases(job, list(all_layouts(num_ranks)), num_ranks=num_ranks, cluster=CPU, shape=None)
     assert len({case.name for case in cases}) == len(cases)
     for case in cases:
         assert case.plan is not None, case.refused
         assert case.plan.world_size == num_ranks
         assert case.plan.num_microbatches == 2
-        assert {axis: getattr(case.plan.layout, axis) for axis in case.parallel if axis != "zero_stage"} == {
-            axis: degree for axis, degree in case.parallel.items() if axis != "zero_stage"
-        }
+        for key, value in case.parallel.items():
+            if key in AXES:
+                assert getattr(case.plan.layout, key) == value
+            elif key in KEYS:
+                assert getattr(case.plan.data_parallel, key) == value
+
+
+def test_a_degree_that_the_heads_forbid_is_refused_with_the_nearest() -> None:
+    job = judged_job(Job.model_validate({"model": {"num_heads": 4, "num_kv_heads": 2}}), 3)
+    refused = [
+        case for case in make_cases(job, list(all_layouts(3)), num_ranks=3, cluster=CPU, shape=None) if case.refused
+    ]
+    assert refused
+    assert all("nearest: 2 or 4" in case.refused for case in refused)
 
 
 def test_a_refused_layout_says_why() -> None:
@@ -78,6 +97,7 @@ TRACE = Trace(
     (TraceStep(3.0, 10, 5.0**0.5, None),),
     ("b", "a"),
     dict.fromkeys((INITIAL, gradients_of(0), FINAL), SIZES),
+    evaluation=2.5,
 )
 
 
@@ -88,10 +108,11 @@ def saw(**changes: Any) -> dict[str, Any]:
         "losses": [3.0],
         "norms": [5.0**0.5],
         "num_targets": [10],
+        "evaluation": 2.5,
         "local_means": [[2.0, 4.5]],
         "tensors": {kind: dict(right) for kind in (INITIAL, gradients_of(0), FINAL)},
         "held": {"a": "whole", "b": "whole"},
-        "boxes": {"a": [[[0], [4]]], "b": [[[0], [1]]]},
+        "boxes": {"a": [[[0], [4], 1]], "b": [[[0], [1], 1]]},
         "unknown": [],
         "absent": [],
     }
@@ -148,7 +169,8 @@ def test_a_loss_that_was_not_reduced_is_called_so() -> None:
     assert "not reduced" in first_of(mine, other).cause
 
 
-HALF_A, HALF_B, LATE = ((0,), (2,)), ((2,), (2,)), ((1,), (2,))
+HALF_A, HALF_B, LATE = ((0,), (2,), 1), ((2,), (2,), 1), ((1,), (2,), 1)
+SHARED_A = (*HALF_A[:2], 2)  # held by two ranks that differ in what else they hold
 
 
 @pytest.mark.parametrize(
@@ -158,7 +180,10 @@ HALF_A, HALF_B, LATE = ((0,), (2,)), ((2,), (2,)), ((1,), (2,))
         ([[HALF_A, HALF_B], [HALF_B], [HALF_A]], True),
         ([[HALF_A], [LATE]], False),  # a border in the wrong place
         ([[HALF_A], [HALF_B], [HALF_A]], False),  # a replica of one part alone
-        ([[((), ())], [((), ())]], True),  # a scalar, twice
+        ([[((), (), 1)], [((), (), 1)]], True),  # a scalar, twice
+        ([[SHARED_A, HALF_B], [SHARED_A, LATE]], False),
+        ([[SHARED_A, ((2,), (1,), 1)], [SHARED_A, ((3,), (1,), 1)]], True),  # keys of two query heads in one matrix
+        ([[SHARED_A, ((2,), (1,), 1)], [((3,), (1,), 1)]], False),  # it says two, and one rank has it
     ],
 )
 def test_parts_of_ranks_make_a_whole_or_not(boxes: Any, even: bool) -> None:
@@ -167,7 +192,7 @@ def test_parts_of_ranks_make_a_whole_or_not(boxes: Any, even: bool) -> None:
 
 def test_parts_that_overlap_are_found_though_they_look_alike() -> None:
     """All ones: no sum of squares tells one half from the other."""
-    first = first_of(saw(boxes={"a": [[[0], [3]]]}), saw(boxes={"a": [[[2], [2]]]}))
+    first = first_of(saw(boxes={"a": [[[0], [3], 1]]}), saw(boxes={"a": [[[2], [2], 1]]}))
     assert (first.what, first.name) == ("initial weight", "a")
     assert "do not make the tensor" in first.cause
 
@@ -201,13 +226,19 @@ def test_a_frozen_tensor_that_an_optimizer_moves_is_found() -> None:
 
 def test_buffers_are_compared_after_the_weights() -> None:
     trace = traced(sizes={**TRACE.sizes, BUFFERS: {"running": 3.0}})
-    boxes = {"a": [[[0], [4]]], "b": [[[0], [1]]], "running": [[[0], [9]]]}
+    boxes = {"a": [[[0], [4], 1]], "b": [[[0], [1], 1]], "running": [[[0], [9], 1]]}
     seen = saw(boxes=boxes)
     for error, what in ((0.0, None), (0.09, "buffer")):
         seen["tensors"][BUFFERS] = {"running": (error, 9.0, 9.0, 9.0)}
         verdict = Judge(trace, [seen], tolerance=1e-10, data_parallel_size=1).verdict()
         assert (verdict.first and verdict.first.what) == what
         assert verdict.errors["buffer"] == pytest.approx(error**0.5 / 3)
+
+
+@pytest.mark.parametrize("loss", [2.6, math.nan])
+def test_an_evaluation_that_differs_is_found_on_its_rank(loss: float) -> None:
+    first = first_of(saw(), saw(evaluation=loss))
+    assert (first.what, first.ranks, "without gradients" in first.cause) == ("evaluation loss", (1,), True)
 
 
 def norm_cause(found: float) -> str:
@@ -244,3 +275,32 @@ def test_an_error_of_the_size_of_a_narrower_type_is_called_so() -> None:
         off = {name: (error**2 * size**2 / 2, size**2, size**2, size**2) for name, size in SIZES.items()}
         first = first_of(saw(tensors={gradients_of(0): off}), saw(tensors={gradients_of(0): off}))
         assert narrow in first.cause
+
+
+def test_what_is_refused_is_told_once_for_each_reason() -> None:
+    rows = [
+        {"ok": None, "layout": layout, "dtype": dtype, "refused": reason}
+        for layout, dtype, reason in (
+            ("tp2", "", "heads"),
+            ("tp2-chunks", "", "heads"),
+            ("zero3-sqrt", "float64", "no blocks"),
+            ("zero3-full", "float32", "no blocks"),
+            ("zero3-sqrt", "float32", "no blocks"),
+        )
+    ]
+    assert describe_refused(rows) == [
+        "refused tp2, tp2-chunks: heads",
+        "refused zero3-sqrt, zero3-full (float32): no blocks",
+    ]
+
+
+def test_a_layout_that_was_named_and_refused_is_no_success() -> None:
+    """One of all may be; one in float64 alone, too."""
+    equal = {"ok": True, "layout": "ddp", "dtype": "float32", "compress": "none"}
+    refused = {"ok": None, "layout": "zero3-sqrt", "dtype": "float32", "refused": "no blocks", "compress": "none"}
+    table = Table(as_json=True)
+    table.rows = [equal, refused]
+    assert (table.exit_code(asked=True), table.exit_code(asked=False)) == (ExitCode.JOB, ExitCode.OK)
+    table.rows = [equal, refused | {"layout": "ddp", "dtype": "float64"}]
+    assert table.exit_code(asked=True) == ExitCode.OK
+    assert "1 layout refused" in table.summary()

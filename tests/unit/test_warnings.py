@@ -12,7 +12,9 @@ from phalanx.job.foreign import probe_foreign_shape
 from phalanx.job.load import load_job
 from phalanx.job.shape import Measured, measured_shape
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.planner import Plan, describe, make_plan
+from phalanx.plan.describe import describe
+from phalanx.plan.plan import Plan
+from phalanx.plan.planner import make_plan
 from phalanx.plan.warnings import RULES, DataFacts, SourceFacts
 
 GPU = Cluster("cuda", 1, 80 * 2**30)
@@ -80,9 +82,16 @@ FIRES = {
     ],
     "dropout_depends_on_layout": [
         (
-            {"overrides": (*OWN, "parallel.ranks=2"), "num_dropouts": 2},
-            ["2 dropout layers", "2 ranks", "the probability to 0"],
-        )
+            {"overrides": (*OWN, "parallel.ranks=2", "parallel.dropout=local"), "num_dropouts": 2},
+            ["2 dropout layers", "2 ranks", "parallel.dropout=global"],
+        ),
+        (
+            {
+                "overrides": (*OWN, "parallel.ranks=2", "train.compile=true", "train.recompute=full"),
+                "num_dropouts": 1,
+            },
+            ["1 dropout layer ", "train.compile=false"],
+        ),
     ],
     "dataset_below_batch": [
         ({"data": samples(10)}, ["10 samples", "batch of 16", "train.global_batch_size"]),
@@ -142,7 +151,11 @@ SILENT = [
         "few_batchnorm_samples",
         {"overrides": (*OWN, "parallel.ranks=1", "parallel.sync_batchnorm=false"), "num_batchnorms": 3},
     ),
-    ("dropout_depends_on_layout", {"overrides": (*OWN, "parallel.ranks=1"), "num_dropouts": 2}),
+    ("dropout_depends_on_layout", {"overrides": (*OWN, "parallel.ranks=2"), "num_dropouts": 2}),
+    (
+        "dropout_depends_on_layout",
+        {"overrides": (*OWN, "parallel.ranks=1", "parallel.dropout=local"), "num_dropouts": 2},
+    ),
     ("dataset_below_batch", {"data": samples(16)}),
     ("many_epochs", {"data": tokens(256_000)}),
     ("many_epochs", {"data": samples(100)}),

@@ -1,0 +1,244 @@
+"""What a job may say of data parallelism: that it happens, and changes nothing. Reference: a plain loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bare_loop import Tensors
+from checkpoints import newest, restore_state, save_state
+from collectives import CountCollectives
+from models import VOCAB, decoder, global_batches, plan, share
+from phalanx.core.errors import LayoutError
+from phalanx.job.schema import Optim
+from phalanx.mesh.mesh import open_mesh
+from phalanx.nn.objective import causal_cross_entropy
+from phalanx.optim.build import build_optimizer
+from phalanx.parallel import offload
+from phalanx.parallel.model import ParallelModel
+from phalanx.parallel.parallelize import parallelize
+from phalanx.train.state import TrainState
+from phalanx.verify.cases import all_layouts
+from ranks import run_ranks
+
+OBJECTIVE = causal_cross_entropy(16)
+STEPS = 3
+ADAM = Optim(lr=1e-2, weight_decay=0.1, eps=1e-3)
+SHARDED = {"dp_shard": 2, "zero_stage": 3}
+
+
+class Strange(nn.Module):
+    """A single number, fewer rows than ranks, a leading one, another order in memory, a frozen and a tied matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lookup = nn.Embedding(VOCAB, 8)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.places = nn.Parameter(torch.randn(1, 8, 8))
+        self.three = nn.Parameter(torch.randn(3, 8))
+        self.turned = nn.Parameter(torch.randn(8, 6).t())
+        self.frozen = nn.Linear(6, 8)
+        self.frozen.requires_grad_(False)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        self.out = nn.Linear(8, VOCAB)
+        self.out.weight = self.lookup.weight
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        x = self.lookup(inputs) * self.gain + self.places + self.three.sum(0)
+        x = x + self.frozen(x @ self.turned.t())
+        for block in self.blocks:
+            x = x + block(x)
+        return self.out(x)
+
+
+def strange() -> nn.Module:
+    torch.manual_seed(5)
+    return Strange().double()
+
+
+def batches() -> list[Tensors]:
+    return [{key: batch[key] for key in ("inputs", "targets")} for batch in global_batches(STEPS)]
+
+
+def train_plain(rank: int) -> Tensors:
+    module = strange()
+    vectors = {"gain", "lookup.weight"} | {name for name, p in module.named_parameters() if p.ndim < 2}
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for name, p in named if name not in vectors], "weight_decay": 0.1},
+        {"params": [p for name, p in named if name in vectors], "weight_decay": 0.0},
+    ]
+    adam = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-3, foreach=False)
+    for batch in batches():
+        adam.zero_grad()
+        loss, targets = OBJECTIVE(module(batch["inputs"]), batch)
+        (loss / targets).backward()
+        norm = sum(p.grad.square().sum() for _, p in named) ** 0.5
+        for _, p in named:
+            p.grad *= min(1.0, 0.05 / float(norm))
+        adam.step()
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+def train_parallel(rank: int, num_ranks: int, copies: bool, root: Path) -> dict[str, Tensors]:
+    """Weights of this rank as the model has them, by layout; saved and restored after the first step."""
+    if copies:  # as on a GPU, where what the optimizer sees lies elsewhere
+        offload.on_host = torch.clone
+    found: dict[str, Tensors] = {}
+    for name, axes in all_layouts(num_ranks):
+        if "tp" in axes or any("." in key for key in axes):  # of data parallelism alone
+            continue
+        a_plan = plan(num_ranks, 3, **axes)
+        with open_mesh(a_plan.layout, device="cpu") as mesh:
+            for step, batch in enumerate(batches()):
+                if step < 2:
+                    model = parallelize(strange(), a_plan, mesh)
+                    state = TrainState(model, build_optimizer(model, ADAM), 0)
+                if step == 1:
+                    restore_state(state, newest(root / name))
+                mine = share(batch, mesh.data_parallel_rank, num_ranks, 3)
+                assert model.finish_step(model.forward_backward(mine, OBJECTIVE), max_norm=0.05).usable
+                model.update(state.optimizer)
+                state.optimizer.zero_grad()
+                if step == 0:
+                    save_state(state, root / name)
+            named = dict(model.module.named_parameters())
+            whole = {key: (p.full_tensor() if hasattr(p, "full_tensor") else p) for key, p in named.items()}
+            found[name] = {key: tensor.detach().clone() for key, tensor in whole.items()}
+    return found
+
+
+@pytest.mark.parametrize(("num_ranks", "copies"), [(2, True), pytest.param(4, False, marks=pytest.mark.long)])
+def test_strange_modules_equal_a_plain_loop_in_every_layout(num_ranks: int, copies: bool, tmp_path: Path) -> None:
+    """Weights on every rank after three clipped AdamW steps in fp64, with a checkpoint of the same layout between."""
+    (plain,) = run_ranks(1, train_plain)
+    for found in run_ranks(num_ranks, train_parallel, num_ranks, copies, tmp_path):
+        for layout, weights in found.items():
+            assert set(weights) == set(plain)
+            off = {name: ((weights[name] - plain[name]).norm() / plain[name].norm()).item() for name in plain}
+            assert {name: error for name, error in off.items() if not error < 1e-9} == {}, layout
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulate": {"accumulate": "sharded"},
+    "pairs": {"blocks_per_unit": 2},
+    "one unit": {"blocks_per_unit": "all"},
+    "whole": {"keep_whole_below": 40},
+}
+
+
+def count(rank: int) -> dict[str, dict[str, int]]:
+    found = {}
+    for name, way in WAYS.items():
+        a_plan = plan(2, 3, **SHARDED, **way)
+        with open_mesh(a_plan.layout, device="cpu") as mesh:
+            model = parallelize(decoder(tied=True, dtype=torch.float32), a_plan, mesh)
+            mine = share(global_batches(1)[0], rank, 2, 3)
+            model.forward_backward(mine, OBJECTIVE)
+            with CountCollectives() as counter:
+                model.forward_backward(mine, OBJECTIVE)
+            split = sum(hasattr(p, "full_tensor") for p in model.module.parameters())
+            found[name] = counter.counts | {"split": split}
+    return found
+
+
+def per_rank(counts: dict[str, int], name: str) -> int:
+    """Over gloo a gather is a broadcast from each rank, and a scatter a reduction to each (phalanx.mesh.exchange)."""
+    assert counts.get(name, 0) % 2 == 0
+    return counts.get(name, 0) // 2
+
+
+def test_each_choice_changes_what_is_communicated() -> None:
+    """Two blocks and a root over three microbatches: units gathered, gradients scattered, small ones reduced once."""
+    for found in run_ranks(2, count):
+        scattered = {name: per_rank(counts, "reduce_") for name, counts in found.items()}
+        assert scattered == {"plain": 3, "accumulate": 9, "pairs": 2, "one unit": 1, "whole": 3}
+        gathered = {name: per_rank(counts, "broadcast_") for name, counts in found.items()}
+        assert gathered == {"plain": 15, "accumulate": 15, "pairs": 9, "one unit": 6, "whole": 15}
+        reduced = {name: counts.get("allreduce_", 0) for name, counts in found.items()}
+        assert reduced == {"plain": 0, "accumulate": 0, "pairs": 0, "one unit": 0, "whole": 1}
+        assert found["whole"]["split"] == found["plain"]["split"] - 5  # two norms in each block, and the last one
+
+
+class SomeUnused(nn.Module):
+    """`never` has no part in any loss, `sometimes` in that of rows whose first token is even."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lookup, self.out = nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB)
+        self.never, self.sometimes = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.is_used = False
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        x = self.lookup(inputs)
+        return self.out(x + self.sometimes(x) if self.is_used else x)
+
+
+def some_unused(rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    zero1 = {"dp_shard": 2, "zero_stage": 1}
+    for name, axes in (("zero3", SHARDED), ("ddp", {"dp_replicate": 2}), ("zero1", zero1)):
+        torch.manual_seed(0)
+        module = SomeUnused().double()
+        module.is_used = rank == 1
+        start = module.sometimes.weight.detach().clone()
+        a_plan = plan(2, unused_parameters="allow", **axes)
+        with open_mesh(a_plan.layout, device="cpu") as mesh:
+            model = parallelize(module, a_plan, mesh)
+            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+            for batch in batches()[:2]:
+                sgd.zero_grad()
+                model.finish_step(model.forward_backward(share(batch, rank, 2, 1), OBJECTIVE))
+                model.update(sgd)
+            whole = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in module.named_parameters()}
+            found[name] = ({n: p.detach().clone() for n, p in whole.items()}, sorted(model.unused_parameters))
+    found["moved"] = (start, found["zero1"][0]["sometimes.weight"])
+    return found
+
+
+def test_unused_parameters_are_reduced_where_that_is_allowed_and_named() -> None:
+    """`sometimes` is used by rank 1 alone: DDP and ZeRO-1 agree with FSDP, and each rank names what it did not use."""
+    never, sometimes = ["never.bias", "never.weight"], ["sometimes.bias", "sometimes.weight"]
+    for rank, found in enumerate(run_ranks(2, some_unused)):
+        for layout in ("ddp", "zero1"):
+            weights, unused = found[layout]
+            assert unused == (never if rank else never + sometimes)
+            for name, weight in found["zero3"][0].items():
+                assert torch.allclose(weights[name], weight, rtol=1e-10), (layout, name)
+        assert not torch.equal(*found["moved"])
+
+
+def forget_the_update(rank: int) -> dict[str, str]:
+    found = {}
+    for name, axes in (("zero1", {"dp_shard": 2, "zero_stage": 1}), ("ddp", {"dp_replicate": 2})):
+        a_plan = plan(2, **axes)
+        with open_mesh(a_plan.layout, device="cpu") as mesh:
+            model: ParallelModel = parallelize(decoder(tied=True, dtype=torch.float32), a_plan, mesh)
+            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+            mine = share(global_batches(1)[0], rank, 2, 1)
+            try:
+                for _ in range(2):
+                    model.finish_step(model.forward_backward(mine, OBJECTIVE))
+                    sgd.step()
+                found[name] = "ran"
+            except LayoutError as error:
+                found[name] = str(error)
+            of_module = torch.optim.SGD(model.module.parameters(), lr=0.1)
+            try:
+                model.update(of_module)
+                found[f"{name} of the module"] = "ran"
+            except LayoutError as error:
+                found[f"{name} of the module"] = str(error)
+    return found
+
+
+def test_a_step_that_never_reaches_the_model_is_refused() -> None:
+    for found in run_ranks(2, forget_the_update):
+        assert "model.update(optimizer)" in found["zero1"]
+        assert "model.parameters()" in found["zero1 of the module"]
+        assert found["ddp"] == found["ddp of the module"] == "ran"

@@ -1,0 +1,189 @@
+"""`verify` finds bugs planted in tensor parallelism, names tensor and likely cause. Without them all rows are equal:
+tests/distributed/test_verify.py and test_tensor_parallel_zoo.py.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_tensor_parallel_zoo import SHAPE, zoo_job
+from test_verify import clip_by_local_norms, small_job
+from torch import nn
+
+from models import CPU
+from phalanx.core.errors import ExitCode
+from phalanx.job.schema import Job
+from phalanx.job.shape import ModelShape
+from phalanx.mesh import tensor_group
+from phalanx.parallel import tp, tp_modules, tp_sync
+from phalanx.parallel.draws import Draws
+from phalanx.plan.rules import Rule, Span
+from phalanx.verify import rank as verify_rank
+from phalanx.verify.cases import judged_job, make_cases
+from phalanx.verify.row import ROWS
+from ranks import run_ranks
+
+LAYOUTS = {
+    "sequence": {"tp": 2, "sequence_parallel": True},
+    "whole": {"tp": 2, "sequence_parallel": False},
+}
+
+
+def judge_tp(rank: int, job: Job, shape: ModelShape | None, directory: str, plant: Callable[[], None]) -> None:
+    plant()
+    judged = judged_job(job, 2)
+    layouts = [(name, axes) for name, axes in LAYOUTS.items() if shape is None or name == "whole"]
+    cases = make_cases(judged, layouts, num_ranks=2, cluster=CPU, shape=shape)
+    work = [
+        {"dtype": "float64", "name": case.name, "parallel": dict(case.parallel), "plan": case.plan.to_json()}
+        for case in cases
+        if case.plan is not None
+    ]
+    payload = {"run_dir": directory, "data_dir": "", "num_steps": 2, "num_ranks": 2, "model": "small"}
+    assert verify_rank.main({**payload, "job": judged.to_json(), "work": work}) == ExitCode.OK
+
+
+# Planted bugs
+
+
+def rows_of_the_other_rank() -> None:
+    """The rule of a row takes the features of the other rank than those that reach it."""
+
+    def swapped(self: Any, rule: Rule, size: int, name: str) -> Sequence[Span]:
+        rank = self.group.rank if rule.kind != "row" else self.group.size - 1 - self.group.rank
+        return rule.spans(size, self.group.size, rank, name=name)
+
+    tp._Surgery._spans = swapped  # type: ignore[assignment, method-assign]
+
+
+def columns_cut_along_the_inputs() -> None:
+    """What is said to be a block of rows is one of columns: the wrong dimension."""
+    cut_of = tp._cut_of
+
+    def turned(shape: tuple[int, ...], dim: int, spans: Sequence[Span]) -> Any:
+        return cut_of(shape, 1 - dim if len(shape) == 2 and shape[0] == shape[1] else dim, spans)
+
+    tp._cut_of = turned
+
+
+def whole_parameters_not_summed() -> None:
+    """Of norms that see a part of the tokens, or of the heads, each rank keeps its own gradient."""
+    init = tp_sync.PartialGradients.__init__
+
+    def forgetful(self: Any, group: Any, whole: Any, cuts: Any) -> None:
+        init(self, group, [], cuts)
+
+    tp_sync.PartialGradients.__init__ = forgetful  # type: ignore[method-assign]
+
+
+def shared_heads_not_summed() -> None:
+    """Keys and values that two ranks hold: each rank keeps its own gradient."""
+    init = tp_sync.PartialGradients.__init__
+
+    def forgetful(self: Any, group: Any, whole: Any, cuts: Any) -> None:
+        init(self, group, whole, cuts)
+        self._shared = set()
+
+    tp_sync.PartialGradients.__init__ = forgetful  # type: ignore[method-assign]
+
+
+def head_cut_apart_from_the_embedding() -> None:
+    """Of a tied weight each place gets a part of its own."""
+    cut = tp._Surgery._cut
+
+    def apart(self: Any, *args: Any) -> None:
+        replaced = dict(self._replaced)
+        self._replaced.clear()
+        cut(self, *args)
+        self._replaced.update(replaced)
+
+    tp._Surgery._cut = apart  # type: ignore[assignment, method-assign]
+
+
+def entry_without_a_sum() -> None:
+    """The backward of the entry into a region keeps what this rank's features alone contribute."""
+    tensor_group._Copy.backward = staticmethod(lambda ctx, grad: (grad, None))  # type: ignore[method-assign, assignment]
+    tensor_group._Gather.backward = staticmethod(  # type: ignore[method-assign, assignment]
+        lambda ctx, grad: (ctx.group.own_tokens(grad), None)
+    )
+
+
+def bias_on_every_rank() -> None:
+    """The bias of a row is added before the sum over ranks."""
+
+    def twice(part: nn.Module, name: str, group: Any, x: torch.Tensor) -> torch.Tensor:
+        left: torch.Tensor = group.leave(nn.functional.linear(x, part.weight, part.bias))
+        return left
+
+    tp_modules._row_forward = twice
+
+
+def replicated_parameters_summed() -> None:
+    """What all ranks see alike is added up as if each had seen a part."""
+    tp._Surgery._is_partial = lambda self, owner, name: True  # type: ignore[method-assign]
+
+
+def masks_by_rank_of_tp() -> None:
+    """Ranks of tp drop for rows of their own, as if they saw other samples."""
+    microbatch = Draws.microbatch
+
+    def by_rank(self: Draws, step: int, first_row: int, num_rows: int) -> Any:
+        return microbatch(self, step, first_row + dist.get_rank() * num_rows, num_rows)
+
+    Draws.microbatch = by_rank  # type: ignore[assignment, method-assign]
+
+
+SMALL = {"num_kv_heads": 1, "qk_norm": True, "bias": "all", "tie_embeddings": True}
+EXPECTED: dict[Callable[[], None], tuple[Any, tuple[str, ...], str, str, str]] = {
+    # bug: (the zoo's module, or a model; layouts it is in; what differs first; a part of its name, of the cause)
+    rows_of_the_other_rank: (SMALL, ("sequence", "whole"), "loss", "", "a sharding rule cuts elsewhere"),
+    columns_cut_along_the_inputs: (
+        SMALL,
+        ("sequence", "whole"),
+        "initial weight",
+        "blocks.0.attention.q.weight",
+        "another dimension is cut",
+    ),
+    whole_parameters_not_summed: (SMALL, ("sequence", "whole"), "gradient", "norm", "nobody added them up"),
+    shared_heads_not_summed: (
+        SMALL,
+        ("sequence", "whole"),
+        "gradient",
+        "blocks.0.attention.k.weight",
+        "nobody added them up",
+    ),
+    head_cut_apart_from_the_embedding: ("gqa", ("whole",), "no tensor of the module:", "head.weight", "tied weight"),
+    entry_without_a_sum: (
+        SMALL,
+        ("sequence", "whole"),
+        "gradient",
+        "embed.weight",
+        "the backward lacks a sum over the ranks",
+    ),
+    masks_by_rank_of_tp: ("dropout", ("whole",), "dropout", "layers.0.inner.drop", ""),
+    bias_on_every_rank: ("attention", ("whole",), "loss", "", "a bias is added on every one"),
+    replicated_parameters_summed: (SMALL, ("whole",), "gradient", "norm", 'a rule "replicate" is missing'),
+    clip_by_local_norms: (SMALL, ("sequence", "whole"), "gradient", "embed.weight", "clipped by local norms"),
+}
+
+
+@pytest.mark.parametrize("plant", EXPECTED, ids=lambda plant: plant.__name__)
+def test_planted_bugs_are_found_and_named(plant: Callable[[], None]) -> None:
+    model, layouts, what, name, cause = EXPECTED[plant]
+    job, shape = (zoo_job(model), SHAPE) if isinstance(model, str) else (small_job(**model), None)
+    with tempfile.TemporaryDirectory() as directory:
+        run_ranks(2, judge_tp, job, shape, directory, plant)
+        rows = [json.loads(line) for line in (Path(directory) / ROWS).read_text().splitlines()]
+    assert [row["layout"] for row in rows] == [layout for layout in LAYOUTS if shape is None or layout == "whole"]
+    for row in rows:
+        assert row["ok"] is (row["layout"] not in layouts), (row["layout"], row["first"])
+        if not row["ok"]:
+            first = row["first"]
+            assert (first["what"], name in first["name"], cause in first["cause"]) == (what, True, True), first

@@ -1,0 +1,55 @@
+"""Large freed blocks go back to the system, which glibc alone does not do; in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from phalanx.mesh.malloc import return_large_blocks
+from phalanx.train.memory import PAGE_BYTES
+
+MIB = 2**20
+
+
+def private_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        _, resident, shared, *_ = file.read().split()
+    return (int(resident) - int(shared)) * PAGE_BYTES
+
+
+def held_after_free(rank: int, asks: bool, environment: dict[str, str]) -> float:
+    """MiB that ten freed blocks of 8 MiB leave behind, each with a small one behind it that stays."""
+    os.environ.update(environment)
+    if asks:
+        return_large_blocks()
+    torch.ones(30 * MIB // 4)  # freed at once: from here on glibc takes blocks up to this size from its heap
+    before = private_bytes()
+    large, small = [], []
+    for _ in range(10):
+        large.append(torch.ones(8 * MIB // 4))
+        small.append(torch.ones(16 * 1024))
+    large.clear()
+    return (private_bytes() - before) / MIB
+
+
+CASES = ((True, {}), (False, {}), (True, {"GLIBC_TUNABLES": "glibc.malloc.check=0"}))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc")
+def test_large_blocks_are_returned_unless_the_environment_says_otherwise() -> None:
+    """Forked from a young process: one that has run tests has room in its heap for all of them."""
+    script = "import test_malloc as t; from ranks import run_ranks as run; "
+    script += "print([run(1, t.held_after_free, *case)[0] for case in t.CASES])"
+    places = os.pathsep.join(str(Path(__file__).parents[up]) for up in (0, 1))
+    environment = {**os.environ, "PYTHONPATH": places + os.pathsep + os.environ.get("PYTHONPATH", "")}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    asked, alone, told_otherwise = json.loads(done.stdout.splitlines()[-1])
+    assert asked < 16
+    assert alone > 60, "glibc returns them by itself: there is nothing to do"
+    assert told_otherwise > 60
