@@ -4,6 +4,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+# About half of the tests by time, run beside the others.
+BESIDE := tests/contracts tests/unit tests/drills $(sort $(wildcard tests/distributed/test_v*.py))
 
 .PHONY: help venv train test test-all lint format bench bench-checkpoint docs clean
 
@@ -26,9 +28,9 @@ train: $(READY)  ## the main job: a small decoder on this interpreter's own sour
 test: $(READY)  ## lint, types, floors and the tests that CI runs
 	$(MAKE) --no-print-directory lint
 	@# Unit tests keep one core busy, the others start processes and wait for them: side by side they take half as long.
-	@$(BIN)/python -m pytest -m 'not long' tests/contracts tests/unit > .venv/unit.log 2>&1 & unit=$$!; \
-	$(BIN)/python -m pytest -m 'not long' --ignore tests/unit --ignore tests/contracts; rest=$$?; \
-	echo "waiting for tests/contracts and tests/unit"; wait $$unit; code=$$?; cat .venv/unit.log; test $$rest -eq 0 && test $$code -eq 0
+	@$(BIN)/python -m pytest -m 'not long' $(BESIDE) > .venv/beside.log 2>&1 & beside=$$!; \
+	$(BIN)/python -m pytest -m 'not long' $(addprefix --ignore ,$(BESIDE)); rest=$$?; \
+	echo "waiting for $(BESIDE)"; wait $$beside; code=$$?; cat .venv/beside.log; test $$rest -eq 0 && test $$code -eq 0
 
 test-all: $(READY)  ## and the long campaigns
 	$(MAKE) --no-print-directory lint

@@ -38,7 +38,7 @@ class ModelWithLoss(nn.Module):
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         output = self.decoder(inputs)
         if args.whole_logits:
-            return F.cross_entropy(F.linear(*output).flatten(0, 1).float(), targets.flatten())
+            return F.cross_entropy(F.linear(*output[:2]).flatten(0, 1).float(), targets.flatten())
         loss_sum, num_targets = self.objective(output, {"targets": targets})
         return loss_sum / num_targets
 

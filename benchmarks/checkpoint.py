@@ -120,12 +120,12 @@ class Bench:
 
     def phalanx_save(self) -> None:
         with self.peak("phalanx: save, memory"), self.timed("phalanx: save"):
-            self.saver.save(self.snapshot(), record=lambda: None)
+            self.saver.save(self.step, self.snapshot, record=lambda: None)
 
     def phalanx_async(self) -> None:
         with self.peak("phalanx async: memory", staging=True), self.timed("phalanx async: committed"):
             began = time.perf_counter()
-            assert self.saver.begin(self.snapshot(), record=lambda: None)
+            assert self.saver.begin(self.step, self.snapshot, record=lambda: None)
             stall_s = time.perf_counter() - began
             assert not self.saver.wait()
             self.saver.land()

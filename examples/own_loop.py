@@ -52,7 +52,7 @@ def main(overrides: list[str]) -> list[float]:
             sums = model.forward_backward([{"inputs": x[mine], "targets": y[mine]}], squared_error)
             facts = model.finish_step(sums, max_norm=1.0)  # one reduction: exact loss, norm, clipping
             if facts.usable:
-                optimizer.step()
+                model.update(optimizer)  # optimizer.step(), and what ranks updated for each other
             optimizer.zero_grad(set_to_none=True)
             losses.append(facts.loss)
         if mesh.rank == 0:
