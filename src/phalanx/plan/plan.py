@@ -11,6 +11,7 @@ from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.plan.data_parallel import DataParallel
 from phalanx.plan.layout import Layout
+from phalanx.plan.pipeline.planned import Pipeline
 from phalanx.plan.segments import Segment
 from phalanx.plan.warnings import EarlyWarning
 
@@ -77,6 +78,8 @@ class Plan:
     recompute_every: int = 1
     recompute_segments: tuple[Segment, ...] = ()
     offload_activations: bool = False
+    pipeline: Pipeline | None = None
+    """None where pp is 1."""
 
     @property
     def world_size(self) -> int:
@@ -103,6 +106,7 @@ class Plan:
         body["reasons"] = list(self.reasons)
         body["warnings"] = [asdict(warning) for warning in self.warnings]
         body["recompute_segments"] = [segment.to_json() for segment in self.recompute_segments]
+        body["pipeline"] = None if self.pipeline is None else self.pipeline.to_json()
         chosen = self.chosen
         body["memory"] = {
             "predicted_bytes": chosen.predicted_bytes,
@@ -125,6 +129,8 @@ class Plan:
         values["reasons"] = tuple(body["reasons"])
         values["warnings"] = tuple(EarlyWarning(**warning) for warning in body["warnings"])
         values["recompute_segments"] = tuple(map(Segment.from_json, body.get("recompute_segments", ())))
+        pipeline = body.get("pipeline")
+        values["pipeline"] = Pipeline.from_json(pipeline) if pipeline else None
         return cls(**values)
 
 

@@ -1,0 +1,97 @@
+"""Pipeline: how a plan cuts its model into stages and in which order they run. Part of a Plan where pp > 1."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.plan.pipeline.cut import Stages
+from phalanx.plan.pipeline.generate import generate
+from phalanx.plan.pipeline.schedule import Action, Schedule, loop_placement, v_placement
+from phalanx.plan.pipeline.simulate import StageCosts, Timeline, simulate
+
+V_SHAPED = ("zb-v", "dualpipe-v")
+FROM_FILE = "file"
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """`schedule_name` is one of SCHEDULE_NAMES, or "file": then `rows` are its actions, rank by rank ("0F0,0F1,0B0").
+
+    `costs`: predicted seconds of each stage for one microbatch, on any one scale; empty where nobody can say.
+    `first_stage` and `last_stage`: modules outside the blocks that these hold besides what follows from the order in
+    which a module registers its parts.
+    """
+
+    schedule_name: str
+    num_ranks: int
+    num_microbatches: int
+    stages: Stages
+    rank_of_stage: tuple[int, ...]
+    rows: tuple[str, ...] = ()
+    costs: tuple[StageCosts, ...] = ()
+    first_stage: tuple[str, ...] = ()
+    last_stage: tuple[str, ...] = ()
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.rank_of_stage)
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Of a named schedule."""
+        return self.num_stages // self.num_ranks
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of a pipeline rank, in ascending order."""
+        return tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank)
+
+    def schedule(self) -> Schedule:
+        """What each rank does, in order."""
+        if self.rows:
+            rows = tuple(tuple(Action.from_text(cell) for cell in row.split(",")) for row in self.rows)
+            return Schedule(self.schedule_name, self.num_microbatches, self.rank_of_stage, rows)
+        return generate(self.schedule_name, self.num_ranks, self.num_microbatches, self.stages_per_rank)
+
+    def timeline(self) -> Timeline | None:
+        """One step as it is predicted, on the scale of `costs`; None where these are not known."""
+        return simulate(self.schedule(), self.costs) if self.costs else None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schedule_name": self.schedule_name,
+            "num_ranks": self.num_ranks,
+            "num_microbatches": self.num_microbatches,
+            "stages": self.stages.to_json(),
+            "rank_of_stage": list(self.rank_of_stage),
+            "rows": list(self.rows),
+            "costs": [
+                [float(cost.forward_s), float(cost.backward_input_s), float(cost.backward_weight_s)]
+                for cost in self.costs
+            ],
+            "first_stage": list(self.first_stage),
+            "last_stage": list(self.last_stage),
+        }
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> Pipeline:
+        return cls(
+            body["schedule_name"],
+            body["num_ranks"],
+            body["num_microbatches"],
+            Stages.from_json(body["stages"]),
+            tuple(body["rank_of_stage"]),
+            tuple(body["rows"]),
+            tuple(StageCosts(*cost) for cost in body["costs"]),
+            tuple(body["first_stage"]),
+            tuple(body["last_stage"]),
+        )
+
+
+def named_pipeline(name: str, num_ranks: int, num_microbatches: int, stages: Stages, **more: Any) -> Pipeline:
+    """A pipeline with one of the named schedules and as many stages as are given."""
+    num_stages = len(stages.num_blocks)
+    place = v_placement if name in V_SHAPED else loop_placement
+    placement = place(num_ranks, num_stages // num_ranks)
+    return Pipeline(name, num_ranks, num_microbatches, stages, placement, **more)
