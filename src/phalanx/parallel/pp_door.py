@@ -40,6 +40,7 @@ class Window:
     begin: int
     end: int
     arrived: torch.Tensor | None
+    is_last: bool = False
     place: str = BEFORE
     enables_grad: bool = False
 
@@ -49,15 +50,22 @@ class Door:
     """What blocks and stand-ins of one rank's module ask: which stage is being computed, and where it stands."""
 
     num_blocks: int
+    num_stages: int
     window: Window | None = None
     is_rehearsal: bool = False
     """Look whether anything but the hidden states goes from stage to stage: it would be NaN."""
     _classes: dict[type[nn.Module], type[nn.Module]] = field(default_factory=dict)
 
+    @property
+    def is_last_stage(self) -> bool:
+        """Of the one that is being computed."""
+        return self._require_window().is_last
+
     @contextmanager
     def open(self, stage: int, blocks: tuple[int, int], arrived: torch.Tensor | None) -> Iterator[None]:
         """Inside, the module's forward is that of a stage."""
-        window = Window(stage, *blocks, arrived, enables_grad=torch.is_grad_enabled())
+        is_last = stage + 1 == self.num_stages
+        window = Window(stage, *blocks, arrived, is_last, enables_grad=torch.is_grad_enabled())
         before, self.window = self.window, window
         # What leads to the blocks has no gradient but in the first stage.
         with torch.set_grad_enabled(window.enables_grad and arrived is None):
@@ -82,7 +90,7 @@ class Door:
                 fix="call blocks with them as the first argument, by position",
             )
         hidden = args[0]
-        if index >= window.end and window.end < self.num_blocks:
+        if index >= window.end and not window.is_last:
             self._require_clean(hidden, f"what block {index} is given")
             raise StageEnd(hidden)
         if index == self.num_blocks - 1 and window.begin == self.num_blocks:  # a stage of the head alone
@@ -104,6 +112,9 @@ class Door:
             )
         if index == self.num_blocks - 1:
             window.place = AFTER
+            if not window.is_last:  # the last stage is the head alone
+                self._require_clean(found, "the last block's output")
+                raise StageEnd(found)
         return found
 
     def _arrive(self, window: Window, hidden: torch.Tensor) -> torch.Tensor:
@@ -154,7 +165,9 @@ def _guarded(own: type[nn.Module]) -> type[nn.Module]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self._phalanx_door(*args, **kwargs)
 
-    return type(own.__name__, (own,), {"__call__": call, "__module__": own.__module__, "__qualname__": own.__qualname__})
+    return type(
+        own.__name__, (own,), {"__call__": call, "__module__": own.__module__, "__qualname__": own.__qualname__}
+    )
 
 
 def empty(block: nn.Module) -> None:

@@ -2,8 +2,8 @@
 gradients of weights, which nobody waits for, when there is nothing else to do (W).
 
 Linear layers are split so, which is nearly all of the work; what a block has besides (norms, biases of its own,
-products inside fused operations) is done with I. A W needs no weights, only what went in and what came back: it does not
-matter to it whether weights are still gathered.
+products inside fused operations) is done with I. A W needs no weights, only what went in and what came back: it does
+not matter to it whether weights are still gathered.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 Work = Callable[[], None]
+
+SPLITS = "phalanx_splits_backward"  # attribute of a linear layer whose forward asks for it
 
 
 @dataclass
@@ -65,6 +67,8 @@ def later(work: Work) -> None:
 def split_linears(module: nn.Module) -> None:
     """Have every linear layer of `module` put its weight's gradient off where it is asked to."""
     for part in module.modules():
+        if isinstance(part, nn.Linear):
+            setattr(part, SPLITS, True)
         if isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward and "forward" not in part.__dict__:
             part.forward = _Forward(part)  # type: ignore[method-assign]
 
