@@ -200,9 +200,30 @@ class Arguments(Lm):
         return self.head(self.norm(x))
 
 
-class InADict(Lm):
-    def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"logits": super().forward(inputs)}
+class Angles(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", torch.linspace(0.1, 1.0, DIM), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(torch.arange(x.shape[1])[:, None] * self.frequencies)
+
+
+class AngledBlock(Block):
+    angles: nn.Module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.angles(x))
+
+
+class SharedPart(Lm):
+    """All blocks have the same module, with a buffer in it."""
+
+    def __init__(self) -> None:
+        super().__init__(AngledBlock)
+        angles = Angles()
+        for block in self.blocks:
+            block.angles = angles
 
 
 # What cannot

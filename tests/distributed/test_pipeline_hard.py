@@ -19,9 +19,11 @@ from bare_loop import Tensors, Trace, train_in_microbatches
 from models import SEQ_LEN, VOCAB, fill
 from models import shape as small_shape
 from phalanx.core.errors import LayoutError
+from phalanx.job.schema import Optim
 from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import token_cross_entropy
+from phalanx.optim.build import build_optimizer
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize
 from phalanx.verify.masks import Definition
@@ -76,6 +78,7 @@ CAN_BE_CUT: dict[str, Make] = {
     "head first": zoo.HeadFirst,
     "torch's encoder": zoo.TorchEncoder,
     "arguments": zoo.Arguments,
+    "a part of all blocks": zoo.SharedPart,
 }
 HOLDS = {"head first": {"first_stage": ("embed",), "last_stage": ("head", "norm")}}
 
@@ -389,12 +392,12 @@ def overflow(rank: int) -> list[Any]:
             for step, batch in enumerate(token_batches(steps=3)):
                 is_large = step == 1 and mesh.data_parallel_rank == 1
                 optimizer.zero_grad()
-                before = [p.detach().clone() for p in model.parameters()]
+                before = {name: shard.tensor.clone() for name, shard in model.shards().items()}
                 mine = own_microbatches(batch, a_plan, mesh.data_parallel_rank)
                 facts = model.finish_step(model.forward_backward(mine, _times(1e30 if is_large else 1.0)), max_norm=1.0)
                 if facts.usable:
                     model.update(optimizer)
-                kept = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+                kept = all(torch.equal(shard.tensor, before[name]) for name, shard in model.shards().items())
                 found.append((facts.reason_to_skip, facts.loss_scale, kept))
     return found
 
@@ -410,3 +413,160 @@ def _times(factor: float) -> Any:
 def test_an_overflow_of_one_pipeline_is_skipped_by_all_stages_of_all() -> None:
     one = [(None, 65536.0, False), ("overflow", 65536.0, True), (None, 32768.0, False)]
     assert run_ranks(4, overflow) == [one * 2] * 4
+
+
+# Steps that differ, and what is not a step
+
+
+def frozen_stage(rank: int) -> list[float]:
+    """The job's own optimizer where a stage has nothing to train."""
+    a_plan = pipeline_plan(2, pp=2)
+    with open_mesh(a_plan.layout, device="cpu") as mesh:
+        model = parallelize(filled(CAN_BE_CUT["first half frozen"], torch.float32), a_plan, mesh)
+        optimizer = build_optimizer(model, Optim(lr=1e-2))
+        losses = []
+        for _ in range(3):
+            mine = own_microbatches(plain_batches()[0], a_plan, 0)
+            losses.append(model.finish_step(model.forward_backward(mine, token_cross_entropy), max_norm=1.0).loss)
+            model.update(optimizer)
+            optimizer.zero_grad()
+    return losses
+
+
+def test_a_stage_without_anything_to_train() -> None:
+    first, second = run_ranks(2, frozen_stage)
+    assert first == second
+    assert first[0] > first[1] > first[2]
+
+
+Step = list[Tensors]
+
+
+def changing_steps() -> list[Step]:
+    """Microbatches of other lengths in one step and in the next, and of another number than was planned."""
+    lengths = [(8, 5, 8, 3), (6,) * 8, (8,) * 8, (4, 8, 1, 8)]
+    generator, steps = torch.Generator().manual_seed(3), []
+    for row in lengths:
+        step = []
+        for length in row:
+            tokens = torch.randint(VOCAB, (MICRO, length + 1), generator=generator)
+            step.append({"inputs": tokens[:, :-1].clone(), "targets": tokens[:, 1:].clone()})
+        steps.append(step)
+    return steps
+
+
+def evaluated() -> list[Step]:
+    """Five microbatches, the last of fewer rows; three; one."""
+    generator, found = torch.Generator().manual_seed(4), []
+    for rows in ((2, 2, 2, 2, 1), (1, 3, 2), (5,)):
+        step = []
+        for count in rows:
+            tokens = torch.randint(VOCAB, (count, SEQ_LEN + 1), generator=generator)
+            step.append({"inputs": tokens[:, :-1].clone(), "targets": tokens[:, 1:].clone()})
+        found.append(step)
+    return found
+
+
+def one_process_walks(rank: int) -> tuple[list[float], list[float], list[float], Tensors]:
+    """Losses of steps, losses of evaluations after each, logits of a call after each; weights at the end."""
+    module, losses, evaluations, sums = filled(zoo.Lm), [], [], []
+    for step in changing_steps():
+        num_targets = sum(batch["targets"].numel() for batch in step)
+        module.zero_grad()
+        total = sum(_loss_of(module, batch) for batch in step)
+        (total / num_targets).backward()
+        losses.append(total.item() / num_targets)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter -= LR * parameter.grad
+            for some in evaluated():
+                targets = sum(batch["targets"].numel() for batch in some)
+                evaluations.append(sum(_loss_of(module, batch).item() for batch in some) / targets)
+            sums += [module(step[0]["inputs"][:, :length])[:, -1].sum().item() for length in (1, 2, 3)]
+    return losses, evaluations, sums, {name: p.detach() for name, p in module.named_parameters()}
+
+
+def _loss_of(module: nn.Module, batch: Tensors) -> torch.Tensor:
+    logits = module(batch["inputs"])
+    return F.cross_entropy(logits.flatten(0, -2), batch["targets"].flatten(), reduction="sum")
+
+
+WALKS: dict[int, list[dict[str, Any]]] = {
+    2: [{"pp": 2, "schedule": schedule} for schedule in ("gpipe", "1f1b", "zb-v", "interleaved")],
+    4: [
+        {"pp": 2, "dp_shard": 2, "zero_stage": 3, "schedule": "interleaved-zero-bubble"},
+        {"pp": 2, "dp_shard": 2, "zero_stage": 1, "schedule": "dualpipe-v"},
+        {"pp": 4},
+    ],
+}
+
+
+def walk(rank: int, num_ranks: int) -> list[Any]:
+    """Every pipeline of data parallelism has the same microbatches: their means are those of one."""
+    found = []
+    for parallel in WALKS[num_ranks]:
+        a_plan = pipeline_plan(num_ranks, **parallel)
+        with open_mesh(a_plan.layout, device="cpu") as mesh:
+            model = parallelize(filled(zoo.Lm), a_plan, mesh)
+            optimizer = torch.optim.SGD(list(model.parameters()), lr=LR)
+            losses, evaluations, sums = [], [], []
+            for step in changing_steps():
+                optimizer.zero_grad()
+                losses.append(model.finish_step(model.forward_backward(step, token_cross_entropy)).loss)
+                model.update(optimizer)
+                model.train(False)
+                for some in evaluated():
+                    evaluations.append(model.reduce_sums(model.evaluate(some, token_cross_entropy))[0])
+                for length in (1, 2, 3):
+                    batch = {"inputs": step[0]["inputs"][:, :length]}
+                    sums.append(model.call_then(batch, lambda logits: logits[:, -1].sum()).item())
+                model.train(True)
+            whole = {name: _all_of(model, name) for name, _ in zoo.Lm().named_parameters()}
+            found.append((losses, evaluations, sums, whole))
+    return found
+
+
+def _all_of(model: ParallelModel, name: str) -> torch.Tensor:
+    """Put together from all ranks' boxes."""
+    shard = model.shards().get(name)
+    mine = [] if shard is None else [(box, _part(shard.tensor, box.local_offset, box.size)) for box in shard.boxes]
+    shape = None if shard is None else shard.global_shape
+    every: list[Any] = [None] * model.mesh.world_size
+    torch.distributed.all_gather_object(every, (shape, mine))
+    whole = torch.full(next(shape for shape, _ in every if shape is not None), torch.nan, dtype=torch.float64)
+    for _, boxes in every:
+        for box, part in boxes:
+            _part(whole, box.global_offset, box.size).copy_(part)
+    return whole
+
+
+def _part(tensor: torch.Tensor, offset: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
+    return tensor[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
+
+
+@pytest.mark.parametrize("num_ranks", list(WALKS))
+def test_steps_of_other_lengths_evaluations_and_calls_between_them(num_ranks: int) -> None:
+    """Reference: one process that does the same, in fp64."""
+    losses, evaluations, sums, weights = run_ranks(1, one_process_walks)[0]
+    for outcome in run_ranks(num_ranks, walk, num_ranks):
+        for parallel, found in zip(WALKS[num_ranks], outcome, strict=True):
+            assert found[0] == pytest.approx(losses, rel=1e-10), parallel
+            assert found[1] == pytest.approx(evaluations, rel=1e-10), parallel
+            assert found[2] == pytest.approx(sums, rel=1e-9), parallel
+            off = {name: float((found[3][name] - w).norm() / w.norm()) for name, w in weights.items()}
+            assert {name: error for name, error in off.items() if not error < 1e-10} == {}, parallel
+
+
+def called_alone(rank: int) -> str:
+    a_plan = pipeline_plan(2, pp=2)
+    with open_mesh(a_plan.layout, device="cpu") as mesh:
+        model = parallelize(filled(zoo.Lm), a_plan, mesh)
+        try:
+            model(torch.zeros(1, 4, dtype=torch.int64))
+        except LayoutError as error:
+            return str(error)
+    return "it ran"
+
+
+def test_a_stage_cannot_be_called_alone() -> None:
+    assert all("no rank can call it alone" in text for text in run_ranks(2, called_alone))

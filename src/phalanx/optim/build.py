@@ -33,7 +33,7 @@ def build_optimizer(model: Trainable, optim: Optim) -> torch.optim.Optimizer:
     module = getattr(model, "module", model)
     assert isinstance(module, nn.Module)
     groups = decay_groups(module, named)
-    if not (groups.decayed or groups.kept):
+    if not (groups.decayed or groups.kept) and not getattr(model, "is_staged", False):
         raise LayoutError(f"{type(module).__name__} has no parameter to train", fix="leave requires_grad of some on")
     optimizer: Any = resolve(optim.kind, OPTIMIZERS, "build")(groups, optim)
     if not isinstance(optimizer, torch.optim.Optimizer):

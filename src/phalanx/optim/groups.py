@@ -31,7 +31,8 @@ class Groups:
         """Parameter groups as torch's optimizers take them; "auto" means the optimizer's own."""
         decay = auto if weight_decay == "auto" else weight_decay
         groups = [(self.decayed, decay), (self.kept, 0.0)]
-        return [{"params": list(found), "weight_decay": decay} for found, decay in groups if found]
+        made = [{"params": list(found), "weight_decay": decay} for found, decay in groups if found]
+        return made or [{"params": [], "weight_decay": decay}]  # a pipeline's stage that is frozen
 
 
 def decay_groups(module: nn.Module, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Groups:

@@ -117,6 +117,11 @@ class ParallelModel:
             self._run.counts_saved = self._count_saved
 
     @property
+    def is_staged(self) -> bool:
+        """True for a part of a pipeline: others may have parameters to train where this rank has none."""
+        return self._run is not None
+
+    @property
     def pipeline_spans(self) -> list[Span] | None:
         """(action, begin, end) of what this rank computed in the last step, without waiting; None: no pipeline.
 

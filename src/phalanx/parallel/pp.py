@@ -75,10 +75,11 @@ class PipelineStages:
         ranges = pipeline.stages.ranges
         own = [index for stage in pipeline.stages_of(here) for index in range(*ranges[stage])]
         blocks = piece.blocks
+        kept = held.parts_of(own)
         for index, block in enumerate(blocks):
             door.guard(block, index)
             if index not in own:
-                empty(block, held.name_of_block(index), door, piece.mesh.device)
+                empty(block, held.name_of_block(index), door, piece.mesh.device, kept=kept)
         piece.blocks = [blocks[index] for index in own]
         piece.block_numbers = tuple(own)
         if any(action.kind == "W" for action in pipeline.schedule().actions[here]) and not piece.plan.compile:
@@ -134,6 +135,12 @@ class Holding:
 
     def block_of(self, name: str) -> int | None:
         return next((index for prefix, index in self._block_of.items() if name.startswith(prefix)), None)
+
+    def parts_of(self, blocks: Sequence[int]) -> frozenset[nn.Module]:
+        """All modules outside the blocks, and those inside of `blocks`: another block may have one of them, too."""
+        wanted = {None, *blocks}
+        named = self._module.named_modules(remove_duplicate=False)
+        return frozenset(part for name, part in named if self.block_of(f"{full_name(name)}.") in wanted)
 
     def name_of_block(self, index: int) -> str:
         return next(prefix[:-1] for prefix, number in self._block_of.items() if number == index)

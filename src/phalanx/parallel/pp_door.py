@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -237,10 +237,15 @@ def _guarded(own: type[nn.Module]) -> type[nn.Module]:
     return type(own.__name__, (own,), {"__call__": call, "__getattr__": find, **names})
 
 
-def empty(block: nn.Module, name: str, door: Door, device: torch.device) -> None:
+def empty(
+    block: nn.Module, name: str, door: Door, device: torch.device, *, kept: Collection[nn.Module] = frozenset()
+) -> None:
     """Take all tensors out of a block of another stage. What else it says of itself (its kind, say) stays, also of its
-    parts, which it no longer counts among its modules: for whoever looks, there are stand-ins in them."""
+    parts, which it no longer counts among its modules: for whoever looks, there are stand-ins in them. Parts that are
+    `kept` are somebody else's as well."""
     for prefix, part in block.named_modules():
+        if part in kept:
+            continue
         for tensors in (part._parameters, part._buffers):
             held = [(key, tensor) for key, tensor in tensors.items() if tensor is not None]
             tensors.clear()
