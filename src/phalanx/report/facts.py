@@ -20,6 +20,7 @@ GROUPS = (
     "forward",
     "backward",
     "collective",
+    "pipeline",
     "optimizer",
     "checkpoint",
     "evaluate",
