@@ -101,7 +101,7 @@ class ParallelModel:
         """Of the last step: (action, begin, end) in the order done, in seconds of `time.perf_counter`, without waiting
         for other stages. None where there is no pipeline."""
         self.finished_at = 0.0
-        """`time.perf_counter` when this rank left the reduction of the last step: all ranks do at about the same time."""
+        """`time.perf_counter` when this rank left the reduction of the last step, as all do at about one time."""
         self._drawing = Drawing(self.module, piece)
         # Gradients are reduced after division by this constant; finish_step applies the exact token factor.
         self._constant = float(piece.plan.targets_per_rank)
