@@ -100,8 +100,11 @@ def numbers(state: TrainState) -> dict[str, float]:
     for name, parameter in state.model.named_parameters():
         kept = state.optimizer.state[parameter]
         found[name] = (
-            float(parameter.detach().flatten()[0]), float(kept["exp_avg"].flatten()[0]), float(kept["step"]), kept["calls"],
-        )  # fmt: skip
+            float(parameter.detach().flatten()[0]),
+            float(kept["exp_avg"].flatten()[0]),
+            float(kept["step"]),
+            kept["calls"],
+        )
     return found
 
 

@@ -96,6 +96,7 @@ def test_other_runs_have_no_such_section(tmp_path: Path) -> None:
     assert section(page) == ""
     assert "#pipeline" not in page.attributes("href")
     assert run_json(reduce_run(tmp_path))["pipeline"] is None
+    assert "stages" not in page.text
 
 
 @pytest.mark.parametrize("spans", [[], [[["0F0", 1, 0]]], [[[EVIL, 0, 1]]], [[["0F0", 0, 1]]]])
@@ -119,6 +120,8 @@ def test_waiting_for_another_stage_is_a_phase_of_its_own(tmp_path: Path) -> None
     run = piped(tmp_path, pipeline())
     facts = reduce_run(tmp_path)
     assert [rank.mean_groups_s["pipeline"] for rank in facts.ranks] == pytest.approx([0.01, 0.02, 0.03, 0.04])
+    assert facts.ledger.parts_s["waiting for other stages"] == pytest.approx(2 * 0.01), "of rank 0, whose ledger it is"
+    assert sum(facts.ledger.parts_s.values()) == pytest.approx(facts.ledger.wall_s)
     assert "Most of a step of rank 0 is backward 40.0 %, forward 30.0 %, pipeline 10.0 %" in page_of(run).text
 
 
