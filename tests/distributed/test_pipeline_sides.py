@@ -23,7 +23,6 @@ from phalanx.checkpoint.verify import verify_checkpoint
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import Phases
 from phalanx.job.schema import Job, Optim
-from phalanx.mesh.logical import Place
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import PipelineMeasured
@@ -57,22 +56,13 @@ class Part(nn.Module):
             self.blocks[str(stage)].register_buffer("seen", torch.full((2,), float(stage)))
 
 
-class StagePiece(Workpiece):
-    """Ranks of the same stage hold the same."""
-
-    @property
-    def place(self) -> Place:
-        rank, num_ranks = self.mesh.place_in_stage
-        return Place(rank, num_ranks)
-
-
 def model_of(module: nn.Module, mesh: Mesh) -> ParallelModel:
     job = Job.model_validate({"data": {"seq_len": 1}, "train": {"global_batch_size": 8}, "parallel": {"ranks": 1}})
     plan = make_plan(job, cluster=CPU, num_ranks=1)
     pipeline = PIPELINE if mesh.layout.pp > 1 else None
     plan = replace(plan, layout=mesh.layout, pipeline=pipeline)
     root = Root(module)
-    return ParallelModel(StagePiece(root=root, plan=plan, mesh=mesh, phases=Phases(), blocks=[], outer=root))
+    return ParallelModel(Workpiece(root=root, plan=plan, mesh=mesh, phases=Phases(), blocks=[], outer=root))
 
 
 def stages_of(mesh: Mesh) -> tuple[int, ...]:
@@ -222,7 +212,8 @@ def gathered(rank: int, folder: str) -> None:
         timeline = simulate(PIPELINE.schedule(), [StageCosts(0.5, 0.5, 0.25)] * NUM_STAGES, 0.125)
         stage, late_s = mesh.coordinates["pp"], 50.0 * mesh.coordinates["dp_replicate"]
         rows = zip(timeline.schedule.actions[stage], timeline.spans_s[stage], strict=True)
-        model.pipeline_spans = [(str(action), late_s + float(b), 2 * late_s + float(e)) for action, (b, e) in rows]
+        spans = [(str(action), late_s + float(b), 2 * late_s + float(e)) for action, (b, e) in rows]
+        ParallelModel.pipeline_spans = spans  # type: ignore[assignment,method-assign]  # this process ends soon
         bus = Bus(rank=rank, run_dir=Path(folder))
         for step in (1, 4, 5, 6, 9):
             record_pipeline(step, 9, model, bus)

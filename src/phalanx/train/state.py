@@ -55,7 +55,8 @@ class TrainState:
         mesh = self.model.mesh
         named = list(self.model.named_parameters())
         rank, num_ranks = mesh.place_in_stage
-        slots = optimizer_shards(self.optimizer, named, self.model.trained_shards(), rank=rank, world_size=num_ranks)
+        place = {"rank": rank, "world_size": num_ranks, "copies": self.model.copies}
+        slots = optimizer_shards(self.optimizer, named, self.model.trained_shards(), **place)
         own = tensors_of(self.optimizer, named, rank=mesh.rank, world_size=mesh.world_size)
         return model | slots | own | self.model.reduction_shards()
 
