@@ -21,7 +21,8 @@ class Pipeline:
 
     `costs`: predicted seconds of each stage for one microbatch, on any one scale; empty where nobody can say.
     `first_stage` and `last_stage`: modules outside the blocks that these hold besides what follows from the order in
-    which a module registers its parts.
+    which a module registers its parts. `rank_memory`: predicted bytes of each pipeline rank by category, as a plan's
+    candidates have them for the rank that needs most.
     """
 
     schedule_name: str
@@ -33,6 +34,12 @@ class Pipeline:
     costs: tuple[StageCosts, ...] = ()
     first_stage: tuple[str, ...] = ()
     last_stage: tuple[str, ...] = ()
+    rank_memory: tuple[dict[str, int], ...] = ()
+
+    @property
+    def rank_bytes(self) -> tuple[int, ...]:
+        """Predicted bytes of each pipeline rank, beyond interpreter and torch; empty where none were predicted."""
+        return tuple(sum(memory.values()) for memory in self.rank_memory)
 
     @property
     def num_stages(self) -> int:
@@ -72,6 +79,8 @@ class Pipeline:
             ],
             "first_stage": list(self.first_stage),
             "last_stage": list(self.last_stage),
+            "rank_memory": list(self.rank_memory),
+            "rank_bytes": list(self.rank_bytes),
         }
 
     @classmethod
@@ -86,6 +95,7 @@ class Pipeline:
             tuple(StageCosts(*cost) for cost in body["costs"]),
             tuple(body["first_stage"]),
             tuple(body["last_stage"]),
+            tuple(body.get("rank_memory", ())),
         )
 
 
