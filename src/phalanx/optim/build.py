@@ -56,8 +56,9 @@ def optimizer_shards(
 ) -> dict[str, LogicalShard]:
     """State as logical shards named `optim/<parameter>/<slot>`; slots of the parameter's shape share its boxes.
 
-    Slots of another shape (the update count) are the same on every rank. Raises CheckpointError for one that cannot
-    be: rows of a parameter that tensor parallelism has cut.
+    Slots of another shape (the update count) are the same on every rank that has the parameter: `rank` is this one's
+    number among these, `world_size` how many they are. Where others write the parameter, they write its slots. Raises
+    CheckpointError for a slot that cannot be: rows of a parameter that tensor parallelism has cut.
     """
     shards: dict[str, LogicalShard] = {}
     for raw_name, parameter in named_parameters:
@@ -76,5 +77,7 @@ def optimizer_shards(
                     fix="use an optimizer whose state has the shape of the parameter, or parallel.tp=1",
                 )
             else:
-                shards[key] = shard_of(key, value, replica=rank, num_replicas=world_size)
+                is_written_elsewhere = owner.replica >= owner.num_replicas
+                replica = world_size if is_written_elsewhere else rank
+                shards[key] = shard_of(key, value, replica=replica, num_replicas=world_size)
     return shards

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -104,6 +105,11 @@ class ParallelModel:
         self._sent_tp_bytes = 0.0  # of the step under way
         self.step = 0
         """The last one that was begun."""
+        self.pipeline_spans: list[tuple[str, float, float]] | None = None
+        """Of the last step: (action, begin, end) in the order done, in seconds of `time.perf_counter`, without waiting
+        for other stages. None where there is no pipeline."""
+        self.finished_at = 0.0
+        """`time.perf_counter` when this rank left the reduction of the last step, as all do at about one time."""
         self._drawing = Drawing(self.module, piece)
         # Gradients are reduced after division by this constant; finish_step applies the exact token factor.
         self._constant = float(piece.plan.targets_per_rank)
@@ -353,6 +359,7 @@ class ParallelModel:
         with self.phases("collective", "all_reduce step facts"):
             self.mesh.all_reduce_sum(vector)
             loss_sum, num_targets, total_squares, *reduced = vector.tolist()
+            self.finished_at = time.perf_counter()
         sent_bytes, scale = self._piece.traffic.take(), self.loss_scale
         if num_targets == 0:
             return StepFacts(0.0, 0, 0.0, True, tuple(reduced), sent_bytes, sent_tp_bytes)

@@ -67,6 +67,9 @@ def reduce_run(run_dir: Path) -> RunFacts:
         baselines=list({event.name: event for event in _of_kind(story, events.BaselineMeasured)}.values()),
         memory=log.memory,
         samples=list({event.step: event for event in _of_kind(story, events.TextGenerated)}.values()),
+        pipelines=sorted(
+            {event.step: event for event in _of_kind(story, events.PipelineMeasured)}.values(), key=_by_step
+        ),
         story=story,
         ledger=ledger,
         wall_s=_wall_s(story, ledger),
@@ -401,7 +404,7 @@ def _of_kind(story: list[Envelope], kind: type[Kind]) -> list[Kind]:
     return [envelope.event for envelope in story if isinstance(envelope.event, kind)]
 
 
-def _by_step(event: events.EvalFinished) -> float:
+def _by_step(event: events.EvalFinished | events.PipelineMeasured) -> float:
     return event.step
 
 

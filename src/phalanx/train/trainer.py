@@ -40,6 +40,7 @@ from phalanx.train.evaluation import (
     read_record,
 )
 from phalanx.train.evaluator import Evaluator
+from phalanx.train.pipeline_record import record_pipeline, speaks_for_stage
 from phalanx.train.randomness import seed_generators
 from phalanx.train.saves import Saves
 from phalanx.train.state import TrainState
@@ -127,6 +128,7 @@ class Trainer:
         reason = self._evaluate_if_due()  # of the step that is continued from, if a stop or a crash kept it from being
         while reason is None and self.state.step < self.job.train.steps:
             facts, skipped = self._unrecorded = self.step()
+            record_pipeline(self.state.step, self.job.train.steps, self.state.model, self.bus)
             if skipped is None:
                 self._require_saveable()
             sigterm, sigint, *of_saves = facts.votes
@@ -258,7 +260,7 @@ class Trainer:
         """Once for each module whose random numbers depend on the layout."""
         news = {name: why for name, why in self.state.model.left_to_torch.items() if name not in self._said_to_draw}
         self._said_to_draw |= set(news)
-        for name, why in news.items() if self.plan.layout.world_size > 1 and self.mesh.rank == 0 else ():
+        for name, why in news.items() if self.plan.layout.world_size > 1 and speaks_for_stage(self.mesh) else ():
             text = f"{name or 'the model'}: {why}, which depend on the layout; a run repeats itself all the same"
             self.bus.emit(Note("warning", {"warning": "draws_depend_on_layout", "text": text}))
         self._say_unused()
