@@ -36,13 +36,23 @@ class StageBytes:
 
 
 def pipeline_memory(
-    shape: ModelShape, work: Workload, pipeline: Pipeline, zero_stage: int, dp_size: int, device: str
+    shape: ModelShape,
+    work: Workload,
+    pipeline: Pipeline,
+    zero_stage: int,
+    dp_size: int,
+    device: str,
+    num_shares: int,
 ) -> tuple[dict[str, int], ...]:
-    """Of each pipeline rank, on top of interpreter and torch. Of a user's own module only the states are known."""
+    """Of each pipeline rank, on top of interpreter and torch. Of a user's own module only the states are known.
+
+    `dp_size`: ranks that share one copy of a stage; `num_shares`: all that hold the same stages, and save them.
+    """
     shape = of_one_rank(shape, work.tp)
     params = part_params(shape, pipeline.first_stage, pipeline.last_stage)
     schedule = pipeline.schedule()
     kept = rank_activations(shape, work, pipeline) if shape.is_known else ()
+    staging = rank_staging(shape, work, pipeline, num_shares)
     found = []
     for rank in range(pipeline.num_ranks):
         held = pipeline.stages_of(rank)
@@ -52,7 +62,7 @@ def pipeline_memory(
             memory["loss"] = _loss(shape, work) if pipeline.num_stages - 1 in held else 0
             memory["communication"] += _messages(schedule, rank, sent_bytes(shape, work))
         if device == "cpu" and work.copies_state:
-            memory["staging"] = _staging(params.of_stages(pipeline.stages, held), work, dp_size)
+            memory["staging"] = staging[rank]
         found.append(on_device(memory, work, device))
     return tuple(found)
 
@@ -119,9 +129,11 @@ def _states(num_params: int, work: Workload, zero_stage: int, dp_size: int) -> d
     return memory
 
 
-def _staging(num_params: int, work: Workload, dp_size: int) -> int:
-    """As `plan.memory.staging_bytes`: a rank copies its part of what its stages have."""
-    return round(num_params * (StateBytes().parameters + work.optimizer_bytes) / dp_size)
+def rank_staging(here: ModelShape, work: Workload, pipeline: Pipeline, num_shares: int) -> tuple[int, ...]:
+    """As `plan.memory.staging_bytes`, of each pipeline rank: its part of its stages. `here`: `of_one_rank`."""
+    params = part_params(here, pipeline.first_stage, pipeline.last_stage)
+    held = (params.of_stages(pipeline.stages, pipeline.stages_of(rank)) for rank in range(pipeline.num_ranks))
+    return tuple(round(num * (StateBytes().parameters + work.optimizer_bytes) / num_shares) for num in held)
 
 
 def _messages(schedule: Schedule, rank: int, sent: int) -> int:

@@ -103,9 +103,13 @@ class Pipeline:
         )
 
 
+def placement_of(name: str, num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
+    """Which rank has each stage of a named schedule."""
+    return (v_placement if name in V_SHAPED else loop_placement)(num_ranks, stages_per_rank)
+
+
 def named_pipeline(name: str, num_ranks: int, num_microbatches: int, stages: Stages, **more: Any) -> Pipeline:
     """A pipeline with one of the named schedules and as many stages as are given."""
     num_stages = len(stages.num_blocks)
-    place = v_placement if name in V_SHAPED else loop_placement
-    placement = place(num_ranks, num_stages // num_ranks)
+    placement = placement_of(name, num_ranks, num_stages // num_ranks)
     return Pipeline(name, num_ranks, num_microbatches, stages, placement, **more)

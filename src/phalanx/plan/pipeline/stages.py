@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 from phalanx.core.errors import LayoutError
 from phalanx.job.nearby import divisors
@@ -12,10 +13,11 @@ from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.plan.memory import Workload, of_one_rank
 from phalanx.plan.pipeline.asked import Asked
-from phalanx.plan.pipeline.cut import LayerCosts, Stages, check_cut, cut
+from phalanx.plan.pipeline.cut import LayerCosts, Stages, check_cut
 from phalanx.plan.pipeline.memory import rank_activations
 from phalanx.plan.pipeline.parts import costs_of, parts_of
 from phalanx.plan.pipeline.planned import FROM_FILE, Pipeline, named_pipeline
+from phalanx.plan.pipeline.spread import cut_for_ranks
 from phalanx.plan.recompute import job_segments, said, within_budget
 from phalanx.plan.segments import Segment
 
@@ -36,7 +38,7 @@ def with_pipeline(
     parts = parts_of(job, shape)
     has_budget = job.train.recompute == "budget"
     segments = () if has_budget else job_segments(job, shape)
-    costs = _with_recompute(parts.layer_costs, recomputed_blocks(segments))
+    costs = weighed(parts.layer_costs, segments)
     pipeline = _uncosted(job, asked, work, _stages(job, shape, asked, costs, num_ranks))
     if has_budget:
         segments = _within_budget(job, shape, work, pipeline)
@@ -50,7 +52,7 @@ def with_pipeline(
 
 
 def _uncosted(job: Job, asked: Asked, work: Workload, stages: Stages) -> Pipeline:
-    held = {"first_stage": job.parallel.first_stage, "last_stage": job.parallel.last_stage}
+    held: dict[str, Any] = {"first_stage": job.parallel.first_stage, "last_stage": job.parallel.last_stage}
     if asked.written is None:
         return named_pipeline(asked.name, asked.num_ranks, work.num_microbatches, stages, **held)
     rows = tuple(",".join(map(str, row)) for row in asked.written.actions)
@@ -60,7 +62,8 @@ def _uncosted(job: Job, asked: Asked, work: Workload, stages: Stages) -> Pipelin
 
 def _within_budget(job: Job, shape: ModelShape, work: Workload, pipeline: Pipeline) -> tuple[Segment, ...]:
     """Each rank recomputes as few of its blocks as it must."""
-    here, found = of_one_rank(shape, work.tp), []
+    here = of_one_rank(shape, work.tp)
+    found: list[Segment] = []
     for rank in range(pipeline.num_ranks):
         ranges = [pipeline.stages.ranges[stage] for stage in pipeline.stages_of(rank)]
         blocks = [block for begin, end in ranges for block in range(begin, end)]
@@ -88,8 +91,9 @@ def within_stages(segments: Collection[Segment], stages: Stages) -> tuple[Segmen
     return tuple(found)
 
 
-def _with_recompute(costs: LayerCosts, recomputed: Collection[int]) -> LayerCosts:
+def weighed(costs: LayerCosts, segments: Collection[Segment]) -> LayerCosts:
     """A forward is a third of a block's cost, and done again it is a third more."""
+    recomputed = recomputed_blocks(segments)
     blocks = tuple(cost * 4 / 3 if block in recomputed else cost for block, cost in enumerate(costs.blocks))
     return replace(costs, blocks=blocks) if recomputed else costs
 
@@ -107,4 +111,4 @@ def _stages(job: Job, shape: ModelShape, asked: Asked, costs: LayerCosts, num_ra
             f"{num_blocks} blocks cannot be cut into the {num_stages} stages of {over}",
             fix=f"nearest: parallel.pp={fitting[-1]}" if fitting else "leave parallel.pp out, or use a deeper model",
         )
-    return cut(costs, num_stages)
+    return cut_for_ranks(costs, asked.rank_of_stage)
