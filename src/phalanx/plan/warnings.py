@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from phalanx.core.units import format_count
 from phalanx.job.schema import Job
+from phalanx.plan.pipeline.measured import total_s
 from phalanx.plan.pipeline.parts import parts_of
 from phalanx.plan.pipeline.remedies import LIMIT as BUBBLE_LIMIT
 from phalanx.plan.pipeline.remedies import UNEVEN, busiest, enough_microbatches, interleaved_instead
@@ -222,13 +223,12 @@ def _pipeline_bubble(job: Job, plan: Plan, data: DataFacts | None) -> str | None
     if interleaved is not None and interleaved < 0.9 * timeline.bubble:
         fixes.append(f"parallel.schedule=interleaved ({interleaved:.0%})")
     remedy = f"set {' or '.join(fixes)}" if fixes else "use fewer pipeline ranks (parallel.pp)"
-    if not fixes and (wide := busiest(plan.pipeline))[1] > UNEVEN:
-        remedy = (
-            f"rank {wide[0]} has {wide[1]:.2f} times the mean work: {remedy}, or stages that divide the blocks evenly"
-        )
+    rank, ratio = busiest([total_s(cost) for cost in plan.pipeline.costs], plan.pipeline.rank_of_stage)
+    if not fixes and ratio > UNEVEN:
+        remedy = f"rank {rank} has {ratio:.2f} times the mean work: {remedy}, or stages that are more even"
     return (
         f"ranks wait {float(timeline.bubble):.0%} of each step for other stages, with {plan.num_microbatches} "
-        f"microbatches on {plan.pipeline.num_ranks} ranks; {remedy}"
+        f"microbatch{'es' * (plan.num_microbatches > 1)} on {plan.pipeline.num_ranks} ranks; {remedy}"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from phalanx.job.shape import ModelShape
 from phalanx.plan import activations
@@ -67,6 +68,7 @@ def pipeline_memory(
     return tuple(found)
 
 
+@lru_cache(maxsize=32)
 def rank_activations(shape: ModelShape, work: Workload, pipeline: Pipeline) -> tuple[int, ...]:
     """Of each pipeline rank, at the worst moment: all microbatches in flight, and what is redone of one of them."""
     stages = [stage_bytes(shape, work, pipeline, stage) for stage in range(pipeline.num_stages)]

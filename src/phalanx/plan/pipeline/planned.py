@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from phalanx.plan.pipeline.cut import Stages
@@ -59,7 +60,7 @@ class Pipeline:
         if self.rows:
             rows = tuple(tuple(Action.from_text(cell) for cell in row.split(",")) for row in self.rows)
             return Schedule(self.schedule_name, self.num_microbatches, self.rank_of_stage, rows)
-        return generate(self.schedule_name, self.num_ranks, self.num_microbatches, self.stages_per_rank)
+        return _generated(self.schedule_name, self.num_ranks, self.num_microbatches, self.stages_per_rank)
 
     def with_microbatches(self, num_microbatches: int) -> Pipeline:
         """The same stages for a step of another number of microbatches. Not for a schedule from a file."""
@@ -67,7 +68,7 @@ class Pipeline:
 
     def timeline(self) -> Timeline | None:
         """One step as it is predicted, on the scale of `costs`; None where these are not known."""
-        return simulate(self.schedule(), self.costs) if self.costs else None
+        return _simulated(replace(self, rank_memory=())) if self.costs else None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -101,6 +102,15 @@ class Pipeline:
             tuple(body["last_stage"]),
             tuple(body.get("rank_memory", ())),
         )
+
+
+# A plan asks for one schedule and its timeline again and again, and they may have a hundred thousand actions.
+_generated = lru_cache(maxsize=4)(generate)
+
+
+@lru_cache(maxsize=4)
+def _simulated(pipeline: Pipeline) -> Timeline:
+    return simulate(pipeline.schedule(), pipeline.costs)
 
 
 def placement_of(name: str, num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from phalanx.plan.pipeline.remedies import busiest
 from phalanx.plan.pipeline.stages import weighed
 
 MAX_LISTED = 16
+EVEN = 1.005  # times the mean
 
 
 def pipeline_reasons(job: Job, shape: ModelShape, work: Workload, pipeline: Pipeline) -> list[str]:
@@ -31,19 +32,17 @@ def _of_stages(job: Job, shape: ModelShape, work: Workload, pipeline: Pipeline) 
     layers = weighed(parts_of(job, shape).layer_costs, work.segments or ())
     rank, ratio = busiest(layers.of_stages(pipeline.stages), pipeline.rank_of_stage)
     counts = pipeline.stages.num_blocks
-    line = (
-        f"{len(counts)} stages of {counts[0]} blocks" if len(set(counts)) == 1 else f"stages of {listed(counts)} blocks"
-    )
-    line += ", "
+    line = f"stages of {listed(counts)} blocks"
+    if len(set(counts)) == 1:
+        line = f"{len(counts)} stages of {plural(counts[0], 'block')}"
     if job.parallel.stage_blocks:
-        line += "as the job says"
+        line += ", as the job says"
     else:
-        line += f"cut by {'FLOPs' if shape.is_known else 'parameters'} so that the slowest is as fast as can be"
-        if layers.head:
-            block = sum(layers.blocks) / len(layers.blocks)
-            line += f" (the head is {float(layers.head / block):.1f} blocks of work)" if block else ""
-    even = "all take equally long" if ratio < 1.005 else f"stage {stage} takes {ratio:.2f} times the mean"
-    return f"{line}; {even}"
+        line += f", cut by {'FLOPs' if shape.is_known else 'parameters'} so that the busiest rank has least to do"
+    block = sum(layers.blocks) / len(layers.blocks)
+    if layers.head and block:
+        line += f" (the head is the work of {float(layers.head / block):.1f} blocks)"
+    return f"{line}; " + (f"rank {rank} has {ratio:.2f} times the mean" if ratio > EVEN else "all have as much")
 
 
 def _of_the_schedule(job: Job, work: Workload, pipeline: Pipeline) -> str:
@@ -52,7 +51,7 @@ def _of_the_schedule(job: Job, work: Workload, pipeline: Pipeline) -> str:
     what = f"schedule {name}" if not pipeline.rows else f"schedule {job.parallel.schedule_file}"
     if job.parallel.schedule is None and not pipeline.rows:
         what += ", the default,"
-    line = f"{what} with {number} microbatches of {work.micro_batch_size}"
+    line = f"{what} with {plural(number, 'microbatch', 'microbatches')} of {work.micro_batch_size}"
     if timeline is not None:
         line += f": predicted bubble {float(timeline.bubble):.1%} (of a step, ranks wait for each other)"
     return line
@@ -61,7 +60,8 @@ def _of_the_schedule(job: Job, work: Workload, pipeline: Pipeline) -> str:
 def _in_flight(pipeline: Pipeline) -> str:
     held = in_flight(pipeline.schedule()).per_rank
     where = "on each rank" if len(set(held)) == 1 else "by rank"
-    return f"{listed(held)} microbatches of a stage in flight {where}; {needs_most(pipeline, held)}"
+    noun = "microbatch" if max(held) == 1 else "microbatches"
+    return f"{listed(held)} {noun} of a stage in flight {where}; {needs_most(pipeline, held)}"
 
 
 def needs_most(pipeline: Pipeline, held: Sequence[int]) -> str:
@@ -87,6 +87,10 @@ def sent_per_step(here: ModelShape, work: Workload, pipeline: Pipeline, rank: in
     neighbours = [stage + d for stage in pipeline.stages_of(rank) for d in (-1, 1)]
     others = sum(0 <= stage < len(owners) and owners[stage] != rank for stage in neighbours)
     return others * work.num_microbatches * sent_bytes(here, work)
+
+
+def plural(number: int, noun: str, nouns: str = "") -> str:
+    return f"{number} {noun if number == 1 else nouns or f'{noun}s'}"
 
 
 def listed(counts: Sequence[int]) -> str:
