@@ -224,8 +224,9 @@ def _pipeline_bubble(job: Job, plan: Plan, data: DataFacts | None) -> str | None
         fixes.append(f"parallel.schedule=interleaved ({interleaved:.0%})")
     remedy = f"set {' or '.join(fixes)}" if fixes else "use fewer pipeline ranks (parallel.pp)"
     rank, ratio = busiest([total_s(cost) for cost in plan.pipeline.costs], plan.pipeline.rank_of_stage)
-    if not fixes and ratio > UNEVEN:
-        remedy = f"rank {rank} has {ratio:.2f} times the mean work: {remedy}, or stages that are more even"
+    if ratio > UNEVEN:
+        remedy += f"; rank {rank} has {ratio:.2f} times the mean work"
+        remedy += ": leave parallel.stage_blocks out" if job.parallel.stage_blocks else ""
     return (
         f"ranks wait {float(timeline.bubble):.0%} of each step for other stages, with {plan.num_microbatches} "
         f"microbatch{'es' * (plan.num_microbatches > 1)} on {plan.pipeline.num_ranks} ranks; {remedy}"
