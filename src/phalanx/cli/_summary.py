@@ -112,7 +112,7 @@ def _pipeline_lines(events: list[Event], run_dir: Path) -> list[str]:
     measured = Measured.of(last, _facts_of(run_dir / "plan.json"), run_dir)
     if last is None or measured is None:
         return []
-    too_much = f": more than {LIMIT:.0%}" if measured.is_long else ""
+    too_much = f": more than {100 * LIMIT:.0f} %" if measured.is_long else ""
     return [
         f"bubble  {measured.in_words()}, at step {last.step}{too_much}",
         *(f"        {line}" for line in measured.advice()),

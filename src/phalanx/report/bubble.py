@@ -21,7 +21,7 @@ LIMIT = 0.2  # of the ranks' time; waiting more than that is worth a change
 UNEVEN = 1.1  # the slowest stage against the mean of all
 UNEXPLAINED = 0.05  # of the ranks' time: what the schedule and the stages' times do not account for
 MAX_ACTIONS = 100_000  # of a schedule that is looked at here
-MAX_MICROBATCHES = 32  # times as many as there are, at most, are proposed
+MAX_TIMES = 8  # so many times as many microbatches are proposed at most
 
 
 @dataclass(frozen=True)
@@ -99,24 +99,39 @@ class Measured:
                 "it is sending, or ranks that share cores or wait for something else."
             )
         if not said:
-            said.append("Use fewer pipeline ranks (parallel.pp): this schedule waits as little as it can.")
+            said.append("More microbatches, or fewer pipeline ranks (parallel.pp), make it shorter.")
         return said
 
+    @property
+    def _once_cut(self) -> tuple[StageCosts, ...]:
+        """What stages take, all the same where they should be cut again: nothing else mends a stage that is slow."""
+        if not self.is_uneven:
+            return self.costs
+        parts = zip(
+            *((cost.forward_s, cost.backward_input_s, cost.backward_weight_s) for cost in self.costs), strict=True
+        )
+        mean = StageCosts(*(sum(part) / len(self.costs) for part in parts))
+        return (mean,) * len(self.costs)
+
+    @property
+    def _wait(self) -> str:
+        return "the wait of even stages" if self.is_uneven else "the wait"
+
     def _more_microbatches(self) -> list[str]:
-        """The least number with which the schedule keeps to the limit, as it would with stages that take this long."""
+        """The least number with which the schedule keeps to the limit."""
         now = self.pipeline.num_microbatches
         for count, how in self._counts():
             # a microbatch of fewer samples takes less time in all stages alike, which no share depends on
-            bubble = _bubble(self.pipeline, count, self.costs)
+            bubble = _bubble(self.pipeline, count, self._once_cut)
             if bubble is not None and bubble <= LIMIT:
                 share = words.percent(bubble, 1.0)
-                return [f"{count} microbatches instead of {now} ({how}) would bring the wait to about {share}."]
+                return [f"{count} microbatches instead of {now} ({how}) would bring {self._wait} to about {share}."]
         return []
 
     def _counts(self) -> Iterator[tuple[int, str]]:
         """Numbers of microbatches there could be, and by which key of the job: smaller ones before more samples."""
         now, samples = self.pipeline.num_microbatches, self.samples_per_rank
-        most = min(MAX_MICROBATCHES * now, MAX_ACTIONS // (3 * self.pipeline.num_stages))
+        most = min(MAX_TIMES * now, MAX_ACTIONS // (3 * self.pipeline.num_stages))
         for count in range(now + 1, min(most, samples) + 1):
             if samples % count == 0:
                 yield count, f"train.micro_batch_size={samples // count}"
@@ -127,12 +142,12 @@ class Measured:
         """Two stages on each rank instead of one, if blocks can be cut so."""
         pipeline = self.pipeline
         can = pipeline.schedule_name in ("gpipe", "1f1b") and min(pipeline.stages.num_blocks) >= 2
-        halves = [times(cost, 0.5) for cost in self.costs for _ in range(2)]
+        halves = [times(cost, 0.5) for cost in self._once_cut for _ in range(2)]
         bubble = _bubble_of("interleaved", pipeline.num_ranks, pipeline.num_microbatches, 2, halves) if can else None
         if bubble is None or bubble > 0.9 * self.event.bubble_predicted:
             return []
         share = words.percent(bubble, 1.0)
-        return [f'parallel.schedule="interleaved", two stages on each rank, would bring the wait to about {share}.']
+        return [f'parallel.schedule="interleaved", two stages on each rank, would bring {self._wait} to about {share}.']
 
 
 def pipeline_of(plan: dict[str, Any]) -> Pipeline | None:

@@ -49,28 +49,32 @@ def _timeline(measured: Measured | None) -> Timeline | None:
 
 
 def _before(pipeline: Pipeline) -> list[Html | None]:
-    note = "Not measured yet: steps 5, 50, 500, ... and the last are."
+    note = "Nothing was measured: steps 5, 50, 500, ... and the last are, when they are done."
     planned = pipeline.timeline()
     if planned is None:
         return [tag("p", f"{note} How long its stages take was not predicted either.", class_="note")]
     said = f"Planned: ranks wait {words.percent(float(planned.bubble), 1.0)} of the step for other stages. {note}"
     chart = timeline_chart(planned, title="One step, planned", in_seconds=False)
-    return [tag("p", said), chart, _stages(pipeline, None, planned)]
+    return [tag("p", _unbroken(said)), chart, _stages(pipeline, None, planned)]
 
 
 def _verdict(measured: Measured, facts: RunFacts) -> list[Html | None]:
     event = measured.event
-    planned = (
-        f"; planned were {words.percent(event.bubble_planned, 1.0)}" if math.isfinite(event.bubble_planned) else ""
-    )
-    said = f"At step {event.step:,} {measured.in_words()}{planned}."
-    said += f" That is more than {LIMIT:.0%}." if measured.is_long else ""
+    said = f"At step {event.step:,} {measured.in_words()}."
+    if math.isfinite(event.bubble_planned):
+        said += f" The plan said {words.percent(event.bubble_planned, 1.0)}."
+    said += f" That is more than {100 * LIMIT:.0f} %." if measured.is_long else ""
     if len(facts.pipelines) > 1:
         before = [f"{words.percent(e.bubble_measured, 1.0)} at step {e.step:,}" for e in facts.pipelines[:-1]]
         said += f" Before: {', '.join(before)}."
     advice = measured.advice()
-    text = tag("span", said, class_="over" if measured.is_long else None)
-    return [tag("p", text), tag("ul", [tag("li", line) for line in advice]) if advice else None]
+    text = tag("span", _unbroken(said), class_="over" if measured.is_long else None)
+    return [tag("p", text), tag("ul", [tag("li", _unbroken(line)) for line in advice]) if advice else None]
+
+
+def _unbroken(text: str) -> str:
+    """A number stays on the line of its sign."""
+    return text.replace(" %", "\u00a0%")
 
 
 def _chart(measured: Measured, timeline: Timeline) -> list[Html | None]:
@@ -113,9 +117,8 @@ def _stages(pipeline: Pipeline, measured: Measured | None, timeline: Timeline) -
         f"{what}The first stage has the embedding as well, the last one the head. Held: microbatches whose activations"
     )
     note += " wait for their backward; the bytes of each rank are under Memory."
-    title = "Stages"
     return tag(
-        "div", tag("h3", title), table(head, rows, css_class="num"), tag("p", note, class_="note"), class_="block"
+        "div", tag("h3", "Stages"), table(head, rows, css_class="num"), tag("p", note, class_="note"), class_="block"
     )
 
 

@@ -15,6 +15,7 @@ GROUP_CLASS = {name: f"g{index}" for index, name in enumerate(name for name in G
 _LEDGER_CLASS = {
     "training steps": "g1",
     "waiting for data": "g0",
+    "waiting for other stages": "g10",
     "checkpoints": "g5",
     "evaluation": "g6",
     "steps done again": "g3",

@@ -269,9 +269,10 @@ class Trainer:
         """Once of each parameter without part in the loss, where that is allowed: it may be a mistake all the same."""
         found = self.state.model.unused_parameters - self._unused
         self._unused |= found
-        if found and self.mesh.rank == 0:
+        if found and speaks_for_stage(self.mesh):
             names = ", ".join(sorted(found)[:3]) + (" ..." if len(found) > 3 else "")
-            text = f"{len(found)} parameters had no part in rank 0's loss of step {self.state.step}: {names}"
+            where = f"rank {self.mesh.rank}'s loss of step {self.state.step}"
+            text = f"{len(found)} parameters had no part in {where}: {names}"
             self.bus.emit(Note("unused_parameters", {"why": text, "names": sorted(found)}))
 
     def _evaluate_if_due(self) -> str | None:
