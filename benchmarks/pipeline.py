@@ -73,9 +73,7 @@ def job_of(options: argparse.Namespace, parallel: dict[str, Any]) -> Job:
 
 
 def plan_of(options: argparse.Namespace, parallel: dict[str, Any]) -> Plan:
-    return make_plan(
-        job_of(options, parallel), cluster=Cluster("cpu", NUM_RANKS, 64 * 2**30), vocab_size=options.vocab
-    )
+    return make_plan(job_of(options, parallel), cluster=Cluster("cpu", NUM_RANKS, 64 * 2**30), vocab_size=options.vocab)
 
 
 def pipelined(options: argparse.Namespace, schedule: str) -> Plan:
@@ -141,9 +139,7 @@ def theirs(options: argparse.Namespace, schedule: str, num_blocks: Sequence[int]
     stages = []
     for index in range(rank, len(num_blocks), NUM_RANKS):
         begin, first = sum(num_blocks[:index]), index == 0
-        module = Stage(
-            whole, begin, begin + num_blocks[index], options.seq_len, is_first=first, is_last=index == last
-        )
+        module = Stage(whole, begin, begin + num_blocks[index], options.seq_len, is_first=first, is_last=index == last)
         entering = torch.zeros(micro, options.seq_len, dtype=torch.long) if first else hidden
         stages.append(
             PipelineStage(
@@ -280,7 +276,9 @@ def report(options: argparse.Namespace, body: dict[str, Any]) -> None:
         f"microbatches, fp32, {NUM_RANKS} ranks, {options.repeats} repeats, torch {torch.__version__}"
     )
     print(f"one process on one core: {speed[ALONE]:,.0f} tokens/s\n")
-    print("| schedule | blocks per stage | phalanx tokens/s | torch's own | ÷ torch's own (middle half of pairs) ", end="")
+    print(
+        "| schedule | blocks per stage | phalanx tokens/s | torch's own | ÷ torch's own (middle half of pairs) ", end=""
+    )
     print(f"| ÷ one process | loss apart from one process's in {steps} steps: phalanx | torch's own |")
     print("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     for schedule in options.only or TORCH:
