@@ -272,8 +272,8 @@ def report(options: argparse.Namespace, body: dict[str, Any]) -> None:
     params = sum(p.numel() for p in fresh(options).parameters())
     speed, steps = body["tokens_per_s"], options.warmup + options.repeats
     print(
-        f"\n{params / 1e6:.1f} M parameters, {options.batch} x {options.seq_len} tokens a step in {options.microbatches} "
-        f"microbatches, fp32, {NUM_RANKS} ranks, {options.repeats} repeats, torch {torch.__version__}"
+        f"\n{params / 1e6:.1f} M parameters, {options.batch} x {options.seq_len} tokens a step in "
+        f"{options.microbatches} microbatches, fp32, {NUM_RANKS} ranks, {options.repeats} repeats, torch {torch.__version__}"
     )
     print(f"one process on one core: {speed[ALONE]:,.0f} tokens/s\n")
     print(
