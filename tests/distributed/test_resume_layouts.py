@@ -168,7 +168,8 @@ def test_continued_under_every_layout(
     """The state to the bit, the samples of the ledger, and the losses of the run that was never interrupted."""
     found = campaign(tmp_path, dtype, layouts)
     require_all(found, sum(map(len, layouts.values())))
-    assert len({outcome.losses[STEPS] for outcome in found.straight.values()}) > 1  # each layout has its own rounding
+    if len(found.straight) > 2:  # each layout has its own rounding, but two of them may agree
+        assert len({outcome.losses[STEPS] for outcome in found.straight.values()}) > 1
 
 
 # A larger model in bf16: nobody reads more than its part

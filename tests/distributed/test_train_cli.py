@@ -67,8 +67,9 @@ SAME_MATHS = {
     ),
 }
 BF16 = ("parallel.dp_replicate=2", "precision.compute=bf16")
-# What a run is asked to tell, besides, which must not change what it learns.
-ASKED = {"zero3": ("--json", "eval.every_steps=8", "eval.keep_best=true")}
+# What a run is asked to tell, besides, which must not change what it learns. A save that is still on its way would put
+# off the next one.
+ASKED = {"zero3": ("--json", "eval.every_steps=8", "eval.keep_best=true", "checkpoint.asynchronous=false")}
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,7 @@ def test_recompute_pays_the_forward_of_blocks_again() -> None:
     flops = model_flops(SHAPES["decoder"], 48)
     stages = Stages((3, 3))
     plain = stage_costs(flops, stages, samples=1, flops_per_s=Fraction(1))
-    again = stage_costs(flops, stages, samples=1, flops_per_s=Fraction(1), recompute=True)
+    again = stage_costs(flops, stages, samples=1, flops_per_s=Fraction(1), recomputed=range(len(flops.blocks)))
     blocks = sum(block.forward for block in flops.blocks[:3])
     assert [a.backward_input_s - p.backward_input_s for a, p in zip(again, plain, strict=True)] == [blocks, blocks]
     assert [a.forward_s for a in again] == [p.forward_s for p in plain]

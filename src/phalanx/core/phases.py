@@ -23,6 +23,7 @@ PHASES = (
     "forward",
     "backward",
     "collective",
+    "pipeline",
     "optimizer",
     "evaluate",
     "ckpt_stage",

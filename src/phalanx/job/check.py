@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from phalanx.job import checkpoint_checks, fault_checks, kind_checks, rank_checks, train_checks
+from phalanx.job import checkpoint_checks, fault_checks, kind_checks, pipeline_checks, rank_checks, train_checks
 from phalanx.job.data_checks import QUESTIONS as DATA_QUESTIONS
 from phalanx.job.explain import Finding
 from phalanx.job.model_checks import QUESTIONS as MODEL_QUESTIONS
@@ -21,6 +21,7 @@ CHECKS: tuple[Check, ...] = (
     *kind_checks.CHECKS,
     *(Check(question, keys, keys) for question, keys in DATA_QUESTIONS),
     *rank_checks.CHECKS,
+    *pipeline_checks.CHECKS,
     *train_checks.CHECKS,
     *checkpoint_checks.CHECKS,
     *fault_checks.CHECKS,

@@ -26,7 +26,9 @@ def faults_are_well_formed(job: Job) -> list[Finding]:
     ]
 
 
-@check("resilience.inject", "parallel.ranks", "parallel.dp_replicate", "parallel.dp_shard", "parallel.tp")
+@check(
+    "resilience.inject", "parallel.ranks", "parallel.dp_replicate", "parallel.dp_shard", "parallel.pp", "parallel.tp"
+)
 def fault_ranks_exist(job: Job) -> list[Finding]:
     ranks = known_ranks(job)
     if ranks is None:

@@ -27,7 +27,7 @@ from phalanx.job.shape import Holder, Measured, ModelShape, measured_shape
 PROBE = "phalanx.nn.probe"
 TIMEOUT_S = 300.0
 SHAPE_CACHE = Path(os.path.expanduser("~/.cache/phalanx/shapes"))  # keyed by the sources of the user's module
-ANSWER = 4  # what the probe tells has changed; answers that are kept from before are not asked
+ANSWER = 5  # what the probe tells has changed; answers that are kept from before are not asked
 
 
 def foreign_shape(job: Job) -> ModelShape | None:
@@ -94,7 +94,7 @@ def _shape(kind: str, printed: str) -> ModelShape:
     try:
         answer = json.loads(_last_line(printed))
         sizes = {str(name): math.prod(map(int, shape)) for name, shape, _ in answer["tensors"]}
-        blocks = [_size_within(str(block), sizes) for block in answer["blocks"]]
+        blocks = tuple((str(block), _size_within(str(block), sizes)) for block in answer["blocks"])
         num_params, num_trainable = int(answer["num_params"]), int(answer["num_trainable_params"])
         batchnorms, dropouts = int(answer.get("num_batchnorms", 0)), int(answer.get("num_dropouts", 0))
         masks = answer.get("takes_document_ids", "by name")
@@ -103,9 +103,19 @@ def _shape(kind: str, printed: str) -> ModelShape:
         brought = tuple((str(pattern), str(text)) for pattern, text in answer.get("shard_rules", {}).items())
     except (ValueError, TypeError, KeyError, AttributeError):
         raise _refuse(kind, f"the probe printed {_last_line(printed)[:80]!r} instead of its answer") from None
-    largest = max(blocks, default=num_params)
+    block_sizes = [size for _, size in blocks]
     measured = Measured(
-        num_params, num_trainable, largest, sum(blocks), batchnorms, dropouts, masks, names, holders, brought
+        num_params,
+        num_trainable,
+        max(block_sizes, default=num_params),
+        sum(block_sizes),
+        batchnorms,
+        dropouts,
+        masks,
+        names,
+        holders,
+        brought,
+        blocks,
     )
     return measured_shape(kind, len(blocks), measured)
 

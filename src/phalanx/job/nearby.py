@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 
 
 def divisors(number: int) -> list[int]:
@@ -27,3 +28,29 @@ def multiples_near(number: int, of: int) -> str:
     """The multiples of `of` on both sides of `number`: '24 or 32'."""
     below = number // of * of
     return " or ".join(str(multiple) for multiple in (below, below + of) if multiple)
+
+
+def nearest_degrees(num_ranks: int, asked: Mapping[str, int], *, must_fill: bool) -> dict[str, int]:
+    """Degrees that divide `num_ranks` together (or make it) and are, as factors, least far from what was asked.
+
+    Of equals the one that keeps inner axes: they are what a node has room for.
+    """
+    legal = [degrees for degrees, left in _divided(num_ranks, len(asked)) if left == 1 or not must_fill]
+    wishes = tuple(asked.values())
+
+    def distance(degrees: Sequence[int]) -> tuple[float, tuple[float, ...]]:
+        factors = [abs(math.log2(degree / wish)) for degree, wish in zip(degrees, wishes, strict=True)]
+        return round(sum(factors), 9), tuple(reversed(factors))
+
+    nearest = min(legal, key=distance)
+    return dict(zip(asked, nearest, strict=True))
+
+
+def _divided(number: int, num_factors: int) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Every way to take `num_factors` factors out of `number`, and what is left of it."""
+    if num_factors == 0:
+        yield (), number
+        return
+    for factor in divisors(number):
+        for others, left in _divided(number // factor, num_factors - 1):
+            yield (factor, *others), left

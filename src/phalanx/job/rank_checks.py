@@ -3,37 +3,54 @@
 from __future__ import annotations
 
 from phalanx.job.explain import Finding
-from phalanx.job.nearby import divisors, divisors_near, multiples_near
+from phalanx.job.nearby import divisors, divisors_near, multiples_near, nearest_degrees
 from phalanx.job.question import check, finding
 from phalanx.job.schema import Job
 
 
-@check("parallel.ranks", "parallel.dp_replicate", "parallel.dp_shard", "parallel.tp")
+@check("parallel.ranks", "parallel.dp_replicate", "parallel.dp_shard", "parallel.pp", "parallel.tp")
 def axes_fill_the_ranks(job: Job) -> list[Finding]:
     ranks, copies, shards = job.parallel.ranks, job.parallel.dp_replicate, job.parallel.dp_shard
-    tp = job.parallel.tp or 1
+    shared = job.parallel.model_parallel_size
     if ranks is None:
         return []
-    if ranks % tp:
-        what = f"tp {tp} does not divide the {ranks} ranks"
-        return [finding("parallel.tp", what, f"nearest tp: {divisors_near(ranks, tp)}")]
-    ranks //= tp
+    if ranks % shared:
+        return [_model_parallel_does_not_divide(job, ranks)]
+    ranks //= shared
     if copies is not None and shards is not None and copies * shards != ranks:
         pairs = [(degree, ranks // degree) for degree in divisors(ranks)]
         near = min(pairs, key=lambda pair: abs(pair[0] - copies) + abs(pair[1] - shards))
-        with_tp = f" x tp {tp}" if tp > 1 else ""
-        made = copies * shards * tp
-        what = (
-            f"dp_replicate {copies} x dp_shard {shards}{with_tp} makes {made} ranks, and parallel.ranks is {ranks * tp}"
-        )
+        made = copies * shards * shared
+        what = f"dp_replicate {copies} x dp_shard {shards}"
+        what += "".join(f" x {axis} {degree}" for axis, degree in _model_axes(job).items())
+        what += f" makes {made} ranks, and parallel.ranks is {ranks * shared}"
         fix = f"nearest: dp_replicate {near[0]} x dp_shard {near[1]}, or ranks {made}"
         return [finding("parallel.ranks", what, fix)]
     for name, degree in (("dp_replicate", copies), ("dp_shard", shards)):
         if degree is not None and ranks % degree:
-            left = f", what tp {tp} leaves of {ranks * tp}" if tp > 1 else ""
+            axes = " x ".join(f"{axis} {of}" for axis, of in _model_axes(job).items())
+            left = f", what {axes} leaves of {ranks * shared}" if axes else ""
             what = f"{name} {degree} does not divide {'the ' if not left else ''}{ranks} ranks{left}"
             return [finding(f"parallel.{name}", what, f"nearest: {divisors_near(ranks, degree)}")]
     return []
+
+
+def _model_axes(job: Job) -> dict[str, int]:
+    """The degrees above 1 of the axes whose ranks work on the same samples."""
+    degrees = {"pp": job.parallel.pp or 1, "tp": job.parallel.tp or 1}
+    return {axis: degree for axis, degree in degrees.items() if degree > 1}
+
+
+def _model_parallel_does_not_divide(job: Job, ranks: int) -> Finding:
+    axes = _model_axes(job)
+    if len(axes) == 1:
+        ((axis, degree),) = axes.items()
+        what = f"{axis} {degree} does not divide the {ranks} ranks"
+        return finding(f"parallel.{axis}", what, f"nearest {axis}: {divisors_near(ranks, degree)}")
+    what = f"{' x '.join(f'{axis} {degree}' for axis, degree in axes.items())} = {job.parallel.model_parallel_size}"
+    near = nearest_degrees(ranks, axes, must_fill=False)
+    fix = f"nearest: {' x '.join(f'{axis}={degree}' for axis, degree in near.items())}"
+    return finding("parallel.pp", f"{what} does not divide the {ranks} ranks", fix)
 
 
 @check("train.global_batch_size", "train.micro_batch_size")
@@ -52,14 +69,15 @@ def micro_batch_divides_global(job: Job) -> list[Finding]:
     "parallel.ranks",
     "parallel.dp_replicate",
     "parallel.dp_shard",
+    "parallel.pp",
     "parallel.tp",
 )
 def ranks_share_the_batch(job: Job) -> list[Finding]:
     batch, micro = job.train.global_batch_size, job.train.micro_batch_size or 1
-    known, tp = known_ranks(job), job.parallel.tp or 1
-    if known is None or known % tp:
+    known, shared = known_ranks(job), job.parallel.model_parallel_size
+    if known is None or known % shared:
         return []
-    ranks = known // tp
+    ranks = known // shared
     if batch % micro or batch % (ranks * micro) == 0:
         return []
     parts = "" if micro == 1 else f" in micro-batches of {micro}"
@@ -101,5 +119,5 @@ def known_ranks(job: Job) -> int | None:
     """The number of ranks, where the job alone decides it."""
     parallel = job.parallel
     if parallel.ranks is None and parallel.dp_replicate is not None and parallel.dp_shard is not None:
-        return parallel.dp_replicate * parallel.dp_shard * (parallel.tp or 1)
+        return parallel.dp_replicate * parallel.dp_shard * parallel.model_parallel_size
     return parallel.ranks

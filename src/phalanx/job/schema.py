@@ -268,6 +268,21 @@ class Parallel(Section):
     tp_chunks: Positive = 1
     """With tp: a product beside a collective is cut into so many chunks, so that one is computed while another travels.
     1: one after the other."""
+    pp: Positive | None = None
+    """Ranks over which the blocks of a model are spread in stages (pipeline parallelism): docs/pipeline.md."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zb-v", "dualpipe-v"] | None = None
+    """With pp: the order in which the stages compute. Default: 1f1b."""
+    schedule_file: Text | None = None
+    """With pp: a schedule of your own instead, CSV with a line for each rank: 0F0,0F1,0B0,0B1 (docs/pipeline.md)."""
+    stages_per_rank: Positive | None = None
+    """With pp: stages on each rank. Default: 2 for the interleaved and the V schedules, else 1."""
+    stage_blocks: tuple[Count, ...] = ()
+    """With pp: how many blocks each stage has, from first to last. Default: cut so that the slowest is as fast as can
+    be."""
+    first_stage: tuple[Text, ...] = ()
+    """With pp: modules outside the blocks that the first stage holds besides those registered before the blocks."""
+    last_stage: tuple[Text, ...] = ()
+    """With pp: modules outside the blocks that the last stage holds besides those registered after the blocks."""
     rules: dict[str, str] = Field(default_factory=dict)
     """Sharding rules for tp by name of module, before those that the model brings: docs/tensor-parallel.md."""
     sync_batchnorm: bool = True
@@ -299,6 +314,11 @@ class Parallel(Section):
     """Of powersgd: columns of the thin matrices that stand for a gradient."""
     compress_fraction: Annotated[float, Field(gt=0, le=1)] = 0.01
     """Of topk: the part of each gradient's elements that is sent."""
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that work on the same samples: pp x tp."""
+        return (self.pp or 1) * (self.tp or 1)
 
 
 class Precision(Section):

@@ -50,10 +50,16 @@ class Measured:
     holders: tuple[Holder, ...] = ()
     shard_rules: tuple[tuple[str, str], ...] = ()
     """What it brings for tensor parallelism: (pattern, rule)."""
+    blocks: tuple[tuple[str, int], ...] = ()
+    """(name, parameters) of each block, in order."""
 
     def to_json(self) -> dict[str, Any]:
-        lists = {"names": list(self.names), "holders": [asdict(holder) for holder in self.holders]}
-        return asdict(self) | lists | {"shard_rules": [list(rule) for rule in self.shard_rules]}
+        return asdict(self) | {
+            "names": list(self.names),
+            "holders": [asdict(holder) for holder in self.holders],
+            "shard_rules": [list(rule) for rule in self.shard_rules],
+            "blocks": [list(block) for block in self.blocks],
+        }
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Measured:
@@ -63,6 +69,7 @@ class Measured:
                 "names": tuple(value.get("names", ())),
                 "holders": tuple(Holder(**holder) for holder in value.get("holders", ())),
                 "shard_rules": tuple((pattern, text) for pattern, text in value.get("shard_rules", ())),
+                "blocks": tuple((name, size) for name, size in value.get("blocks", ())),
             }
         )
 

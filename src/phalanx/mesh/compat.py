@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -48,6 +49,39 @@ def fsdp_comm_classes() -> tuple[type, type]:
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
     return DefaultAllGather, DefaultReduceScatter
+
+
+def finish_backward(root: torch.nn.Module) -> None:
+    """Reduce and free what FSDP2 has kept whole over several backwards, as its own hooks do after a last one.
+
+    torch's pipelining calls the same private methods (PipelineStage.perform_reduce_grad).
+    """
+    state = _fsdp_state(root)
+    for group in _fsdp_groups(state):
+        group.post_backward()
+    state._root_post_backward_final_callback()
+
+
+def take_up_gradients(root: torch.nn.Module) -> None:
+    """Add gradients that were written by hand to those that FSDP2 accumulates, in the type it reduces in."""
+    for group in _fsdp_groups(_fsdp_state(root)):
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "_unsharded_param"):
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
+
+
+def _fsdp_state(root: torch.nn.Module) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard.state(root)  # type: ignore[attr-defined]
+
+
+def _fsdp_groups(state: Any) -> Iterator[Any]:
+    """torch 2.13 may have several groups of parameters per unit, 2.11 has one or none."""
+    for unit in state._state_ctx.all_states:
+        groups = getattr(unit, "_fsdp_param_groups", None)
+        yield from groups if groups is not None else filter(None, [unit._fsdp_param_group])
 
 
 def dtensor_of(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], like: torch.Tensor) -> DTensor:

@@ -144,9 +144,17 @@ class Place:
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     tp_rank: int = 0
     tp: int = 1
+    copies: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Name -> (which, of how many) where several pipeline stages hold a tensor: each of them so many times."""
 
     def shard(self, name: str, tensor: torch.Tensor, *, is_alike: bool = True) -> LogicalShard:
         """What this rank holds of the full-model tensor `name`. `is_alike` False: only rank 0's counts."""
+        found = self._in_stage(name, tensor, is_alike=is_alike)
+        which, how_many = self.copies.get(name, (0, 1))
+        replica, num_replicas = which * found.num_replicas + found.replica, how_many * found.num_replicas
+        return replace(found, replica=replica, num_replicas=num_replicas)
+
+    def _in_stage(self, name: str, tensor: torch.Tensor, *, is_alike: bool) -> LogicalShard:
         cut = self.cuts.get(name)
         if cut is not None:
             others = {"replica": self.rank // self.tp, "num_replicas": self.num_ranks // self.tp}

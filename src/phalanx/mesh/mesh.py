@@ -57,8 +57,11 @@ class Mesh:
 
     @property
     def counts_samples(self) -> bool:
-        """False for a rank that reads the same samples as another one, whose sums are the ones that count."""
-        return all(self.coordinates[axis] == 0 for axis in ("pp", "cp", "tp"))
+        """False for a rank that reads the same samples as another one, whose sums are the ones that count.
+
+        Of a pipeline only the ranks with the last stage have any.
+        """
+        return all(self.coordinates[axis] == 0 for axis in ("cp", "tp"))
 
     def submesh(self, *axes: str) -> DeviceMesh:
         """The DeviceMesh of `axes` through this rank. Only for more than one rank."""
@@ -72,6 +75,24 @@ class Mesh:
         if self.layout.dp_replicate == 1:
             return self.submesh("dp_shard").get_group()
         return self.submesh("dp_replicate", "dp_shard")._flatten("dp").get_group()
+
+    def second_group(self, axis: str) -> dist.ProcessGroup:
+        """Another process group of the same ranks as that of `axis` through this rank. Collective over all ranks."""
+        found = None
+        for ranks in self._rows(axis):
+            group = dist.new_group(list(ranks))
+            if self.rank in ranks:
+                found = group
+        assert found is not None
+        return found
+
+    def _rows(self, axis: str) -> list[tuple[int, ...]]:
+        """All ranks, by the others of `axis` through them; in the same order on every rank."""
+        rows: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            place = self.layout.coordinates(rank)
+            rows.setdefault(tuple(degree for name, degree in place.items() if name != axis), []).append(rank)
+        return [tuple(row) for row in rows.values()]
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor` over all ranks, in place."""

@@ -42,14 +42,14 @@ def describe(kind: str, args: dict[str, object]) -> dict[str, object]:
     return {
         "num_params": sum(p.numel() for _, p in parameters),
         "num_trainable_params": sum(p.numel() for _, p in parameters if p.requires_grad),
-        "tensors": [[name, list(p.shape), str(p.dtype).removeprefix("torch.")] for name, p in parameters],
+        "tensors": [[full_name(name), list(p.shape), str(p.dtype).removeprefix("torch.")] for name, p in parameters],
         "num_batchnorms": sum(isinstance(part, _BatchNorm) for part in module.modules()),
         "num_dropouts": sum(_drops(part) for part in module.modules()),
         "takes_document_ids": _takes_document_ids(module),
         "names": [full_name(name) for name, _ in module.named_modules()],
         "holders": [vars(holder) for holder in holders(module)],
         "shard_rules": brought_rules(module),
-        "blocks": [name for name, part in module.named_modules() if id(part) in blocks],
+        "blocks": [full_name(name) for name, part in module.named_modules() if id(part) in blocks],
     }
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.core.errors import LayoutError
@@ -14,6 +16,7 @@ from phalanx.mesh.logical import full_name
 from phalanx.parallel.batchnorm import differing_buffers
 from phalanx.parallel.compression import reduce_by_hook
 from phalanx.parallel.protocol import Order, Workpiece
+from phalanx.parallel.whole_small import average_gradients
 from phalanx.plan.plan import Plan
 
 
@@ -25,6 +28,9 @@ class DpReplicate:
 
     def apply(self, piece: Workpiece) -> None:
         piece.materialize()
+        if piece.staged is not None:
+            reduce_after_pipeline(piece)
+            return
         options = piece.plan.data_parallel
         has_buffers = bool(differing_buffers(piece.root))
         ddp = DistributedDataParallel(
@@ -56,6 +62,41 @@ class DpReplicate:
             yield
 
         piece.outer, piece.sync, piece.after_backward = ddp, sync, watch.disarm
+
+
+def reduce_after_pipeline(piece: Workpiece) -> None:
+    """DDP cannot follow forwards and backwards of several microbatches at once: gradients are averaged after all."""
+    group, phases, traffic = piece.mesh.data_parallel_group(), piece.phases, piece.traffic
+    parameters = [p for p in piece.root.module.parameters() if p.requires_grad][::-1]
+    buckets = list(_buckets(parameters, int(piece.plan.bucket_mb * 2**20)))
+    num_ranks = piece.plan.layout.data_parallel_size
+    buffers = differing_buffers(piece.root)
+
+    def reduce() -> None:
+        for bucket in buckets:
+            traffic.all_reduce(sum(p.numel() * 4 for p in bucket), num_ranks)
+            average_gradients(bucket, group, phases)
+
+    @contextmanager
+    def sync(on: bool) -> Iterator[None]:
+        """As DDP does: every step begins with the first rank's running statistics."""
+        for buffer in buffers:
+            dist.broadcast(buffer, dist.get_global_rank(group, 0), group=group)
+        yield
+
+    piece.trained.before_update.append(reduce)
+    piece.sync = sync
+
+
+def _buckets(parameters: Sequence[nn.Parameter], num_bytes: int) -> Iterator[list[nn.Parameter]]:
+    some: list[nn.Parameter] = []
+    for parameter in parameters:
+        if some and sum(p.numel() * 4 for p in some) + parameter.numel() * 4 > num_bytes:
+            yield some
+            some = []
+        some.append(parameter)
+    if some:
+        yield some
 
 
 class _ExposedWait:

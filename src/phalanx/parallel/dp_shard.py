@@ -5,6 +5,7 @@ Each block is one unit: gathered before use, freed after (zero_stage 3) or kept 
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from phalanx.mesh.compat import fsdp_comm_classes, reduce_unused_parameters
+from phalanx.mesh.compat import finish_backward, fsdp_comm_classes, reduce_unused_parameters, take_up_gradients
 from phalanx.mesh.exchange import gather_rows, scatter_sum
 from phalanx.parallel.batchnorm import differing_buffers
 from phalanx.parallel.protocol import Order, Workpiece
@@ -41,7 +42,8 @@ class DpShard:
         # What stays whole is not cast by FSDP either, and meets cast tensors: autocast makes them one type.
         cast = bool(whole) or not getattr(piece.root.module, "block_inputs_are_cast", False)
         mesh = piece.mesh.submesh(*axes)
-        free = piece.plan.zero_stage == 3
+        # In a pipeline a unit is used again and again within a step, by microbatches that overlap: it stays whole.
+        free = piece.plan.zero_stage == 3 and piece.staged is None
         more: dict[str, Any] = {"mesh": mesh, "ignored_params": whole}
         if options.parameters_on_host:
             more["offload_policy"] = CPUOffloadPolicy(pin_memory=piece.mesh.device.type == "cuda")
@@ -58,6 +60,9 @@ class DpShard:
             reduce_unused_parameters(unit)
         if options.prefetch is not None:
             _prefetch([piece.root, *(group[0] for group in groups)], options.prefetch)
+        if piece.staged is not None:
+            keep_for_pipeline(piece, units)
+            return
         each_time, is_hybrid = options.accumulate == "sharded", layout.dp_replicate > 1
         root, buffers = piece.root, differing_buffers(piece.root)
 
@@ -76,6 +81,40 @@ class DpShard:
                 unit.reshard()
 
         piece.sync, piece.rest = sync, rest
+
+
+def keep_for_pipeline(piece: Workpiece, units: list[FSDPModule]) -> None:
+    """Weights are gathered once per step and stay whole until all of a schedule is done; gradients as well, and are
+    reduced then: with a backward in two halves, FSDP's own hooks would reduce after the first."""
+    root, buffers, group = piece.root, differing_buffers(piece.root), piece.mesh.data_parallel_group()
+
+    def gather() -> None:
+        for unit in units:
+            unit.unshard()
+
+    @contextmanager
+    def sync(on: bool) -> Iterator[None]:
+        root.set_requires_gradient_sync(False)
+        root.set_is_last_backward(False)
+        root.set_reshard_after_backward(False)
+        for buffer in buffers:
+            dist.broadcast(buffer, dist.get_global_rank(group, 0), group=group)
+        gather()
+        yield
+
+    def reduce() -> None:
+        root.set_requires_gradient_sync(True)
+        root.set_is_last_backward(True)
+        root.set_reshard_after_backward(True)
+        finish_backward(root)
+
+    def rest() -> None:
+        for unit in units:
+            unit.reshard()
+
+    piece.sync, piece.rest, piece.gather = sync, rest, gather
+    piece.after_weights = functools.partial(take_up_gradients, root)
+    piece.trained.before_update.append(reduce)
 
 
 def _units(blocks: list[nn.Module], per_unit: int) -> list[list[nn.Module]]:

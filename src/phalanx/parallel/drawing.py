@@ -37,8 +37,10 @@ class Drawing:
         self._mode = _ByPlace(self)
         self._can_look = self._is_global and not piece.plan.compile  # a compiled module is not looked into
         self._must_look, self._served = self._can_look, ExitStack()
+        self._looked: set[int] = set()
         self._state: torch.Tensor | None = None
         self._draws.surroundings = self._surroundings
+        self._num_stages = 1 if piece.staged is None else len(piece.staged.own_stages)
 
     def begin_step(self) -> None:
         known = not self._is_global or self._must_look or bool(self._draws.left_to_torch)
@@ -48,6 +50,7 @@ class Drawing:
         """If torch's generator moved, and nobody is known to do it, look for who."""
         if self._state is not None and not torch.equal(self._state, self._generator()):
             self._must_look = self._can_look
+            self._looked.clear()
             if not self._can_look:
                 self._draws.left_to_torch[""] = "compiled code draws random numbers"
 
@@ -58,12 +61,13 @@ class Drawing:
         return self._draws.microbatch(step, place * num_rows, num_rows)
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Around a forward: the first time, everything that draws is found."""
-        if not self._must_look:
+    def forward(self, stage: int = 0) -> Iterator[None]:
+        """Around a forward: the first time (of each pipeline stage of this rank), everything that draws is found."""
+        if not self._must_look or stage in self._looked:
             yield
             return
-        self._must_look = False
+        self._looked.add(stage)
+        self._must_look = len(self._looked) < self._num_stages
         self._served.close()
         with ExitStack() as looking:
             for part, name in self._names.items():

@@ -20,6 +20,7 @@ from phalanx.parallel.drawing import Drawing
 from phalanx.parallel.gradients import Held, held_by, own_squares
 from phalanx.parallel.indices import TAKES_CLASSES, require_ids, require_looked_up, require_targets
 from phalanx.parallel.loss_scale import loss_scale_of
+from phalanx.parallel.pp_run import PipelineRun, Span
 from phalanx.parallel.protocol import Workpiece
 from phalanx.parallel.returned import require_sums
 from phalanx.parallel.saved import SavedBytes, is_counted
@@ -80,6 +81,13 @@ def _together(outputs: Any) -> Any:
     return outputs.gathered() if isinstance(outputs, VocabularyLogits) else outputs
 
 
+@dataclass(frozen=True)
+class _Then:
+    """Stands for an objective where outputs are wanted, not a loss."""
+
+    then: Callable[[Any], Any]
+
+
 class ParallelModel:
     """This rank's part of a model, and the calls that train it."""
 
@@ -102,6 +110,29 @@ class ParallelModel:
         self.loss_scale = loss_scale_of(piece.plan)
         if piece.compression is not None:
             piece.compression.loss_scale = self.loss_scale
+        self._run: PipelineRun | None = None
+        if piece.staged is not None:
+            scaled = self._scaled_share
+            self._run = PipelineRun(piece, piece.staged, self._drawing, self._outcome, scaled)
+            self._run.counts_saved = self._count_saved
+
+    @property
+    def pipeline_spans(self) -> list[Span] | None:
+        """(action, begin, end) of what this rank computed in the last step, without waiting; None: no pipeline.
+
+        perf_counter seconds of the host: on a GPU an action ends when its work is queued.
+        """
+        return None if self._run is None else self._run.spans
+
+    @property
+    def most_in_flight(self) -> dict[int, int]:
+        """By own pipeline stage: the microbatches whose activations were held at once, at most."""
+        return {} if self._run is None else dict(self._run.most_held)
+
+    @property
+    def sent_pp_bytes(self) -> int:
+        """Bytes that this rank sent to other stages in the last step."""
+        return 0 if self._run is None else self._run.sent_bytes
 
     @property
     def left_to_torch(self) -> Mapping[str, str]:
@@ -109,12 +140,22 @@ class ParallelModel:
         return self._piece.draws.left_to_torch
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward, on this rank's inputs."""
+        """The module's own forward, on this rank's inputs. Raises LayoutError where it is cut into stages."""
         with self._autocast():
             return self._piece.outer(args, kwargs, _together)
 
     def call_then(self, batch: Batch, then: Callable[[Any], Any]) -> Any:
-        """`then(outputs)` of one forward, run while a sharded model's outermost weights are still whole."""
+        """`then(outputs)` of one forward, run while a sharded model's outermost weights are still whole.
+
+        Of a pipeline: called where the last stage is, and must give a tensor, which every rank returns. Collective.
+        """
+        if self._run is not None:
+            (found,) = self._run.only_forward([batch], _Then(then))
+            self._piece.rest()
+            return self._run.on_all(found)
+        return self._call(batch, then)
+
+    def _call(self, batch: Batch, then: Callable[[Any], Any]) -> Any:
         args, kwargs = call_with_batch(self.module, batch)
         with self._autocast():
             return self._piece.outer(args, kwargs, then)
@@ -184,15 +225,23 @@ class ParallelModel:
         device = self.mesh.device
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         num_targets = torch.zeros((), dtype=torch.float64, device=device)
+
+        def add(loss: torch.Tensor, targets: torch.Tensor) -> None:
+            loss_sum.add_(loss)
+            num_targets.add_(targets)
+
+        if self._run is not None:
+            self._run.forward_backward(microbatches, objective, self.step, add)
+            microbatches = ()
+            self.saved_bytes = self._run.peak_bytes or None
         for index, batch in enumerate(microbatches):
             with self._piece.sync(index == len(microbatches) - 1), self._drawing.microbatch(self.step, index, batch):
                 with self.phases("forward"), self._counting_once(), self._drawing.forward():
                     loss, targets = self._loss(batch, objective)
                 with self.phases("backward"):
-                    self._scaled(loss / self._constant).backward()
+                    self._scaled_share(loss).backward()
                     self._piece.after_backward()
-            loss_sum += loss.detach()
-            num_targets += targets
+            add(loss.detach(), targets)
         self._sent_tp_bytes += self._sent_over_tp() - sent_before
         self._drawing.end_step()
         self._piece.trained.hand_over()
@@ -217,7 +266,9 @@ class ParallelModel:
         group = self._piece.tensor_group
         return 0.0 if group is None or self.plan.compile else group.sent_bytes
 
-    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+    def _scaled_share(self, loss: torch.Tensor) -> torch.Tensor:
+        """What gradients are taken of."""
+        loss = loss / self._constant
         return loss if self.loss_scale is None else loss * self.loss_scale.scale
 
     @contextmanager
@@ -236,21 +287,35 @@ class ParallelModel:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         num_targets = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         try:
-            for batch in microbatches:
-                loss, targets = self._loss(batch, objective)
-                loss_sum += loss
-                num_targets += targets
+            for found in self._each(microbatches, objective):
+                if found is not None:
+                    loss_sum += found[0]
+                    num_targets += found[1]
         finally:  # no backward follows that would free the weights
             self._piece.rest()
         return StepSums(loss_sum, num_targets)
 
+    def _each(self, microbatches: Iterable[Batch], objective: Objective) -> Iterator[Any]:
+        if self._run is not None:
+            return self._run.only_forward(microbatches, objective)
+        return (self._loss(batch, objective) for batch in microbatches)
+
     def _loss(self, batch: Batch, objective: Objective) -> tuple[torch.Tensor, torch.Tensor]:
-        given = batch
+        loss, targets = self._outcome(batch, objective)
+        return loss, targets
+
+    def _outcome(self, batch: Batch, objective: Objective) -> Any:
+        """(loss, targets); of a pipeline's stage that is not the last its hidden states."""
+        given, staged = batch, self._piece.staged
         if self.plan.model_shape.is_known:
             require_ids(given, self.plan.vocab_size)
         batch = NamedTensors({key: t.to(self.mesh.device, non_blocking=True) for key, t in given.items()})
 
         def loss_of(outputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            if staged is not None:
+                staged.door.require_clean_outputs(outputs)
+            if isinstance(objective, _Then):
+                return objective.then(outputs)
             if not getattr(objective, READS_PARTS, False):
                 outputs = _together(outputs)
             if getattr(objective, TAKES_CLASSES, False):
@@ -258,7 +323,7 @@ class ParallelModel:
             return objective(outputs, batch)
 
         try:
-            found = self.call_then(batch, loss_of)
+            found = self._call(batch, loss_of)
         except Exception as error:
             if not isinstance(error, PhalanxError):
                 require_looked_up(given, error)
@@ -266,9 +331,10 @@ class ParallelModel:
                 if self._piece.cuts:
                     error.add_note("tp has cut parameters by rules: a view that counts heads or features needs divide=")
             raise
+        if (staged is not None and not staged.door.is_last_stage) or isinstance(objective, _Then):
+            return found
         require_sums(found)
-        loss, targets = found
-        return loss, targets
+        return found
 
     @torch.no_grad()
     def finish_step(self, sums: StepSums, *, max_norm: float | None = None, votes: Sequence[float] = ()) -> StepFacts:

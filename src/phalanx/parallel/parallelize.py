@@ -14,6 +14,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.core.phases import Phases
 from phalanx.core.registry import names
 from phalanx.mesh.blocks import find_blocks
+from phalanx.mesh.logical import full_name
 from phalanx.mesh.mesh import Mesh
 from phalanx.parallel.draws import Draws
 from phalanx.parallel.model import ParallelModel
@@ -76,8 +77,10 @@ def parallelize(
         blocks=find_blocks(module),
         outer=root,
         materialize=materialize,
+        names=frozenset(full_name(name) for name, _ in module.named_modules()),
         draws=Draws(plan.seed if seed is None else seed),
     )
+    piece.block_numbers = tuple(range(len(piece.blocks)))
     if not piece.blocks and (plan.recompute != "none" or plan.compile):
         raise LayoutError(
             f"{type(module).__name__} shows no repeated blocks to recompute or compile",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -20,6 +20,9 @@ from phalanx.parallel.draws import Draws
 from phalanx.parallel.trained import Trained
 from phalanx.parallel.wire import Traffic
 from phalanx.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from phalanx.parallel.pp import Staged
 
 Named = Iterable[tuple[str, nn.Parameter]]
 
@@ -77,6 +80,12 @@ class Workpiece:
     tensor_group: TensorGroup | None = None
     trained: Trained = field(default_factory=Trained)
     unused: set[str] = field(default_factory=set)  # parameters without part in a loss, where that is allowed
+    block_numbers: tuple[int, ...] = ()  # of `blocks` among those of the whole model
+    names: frozenset[str] = frozenset()  # of all modules of the whole model
+    absent: frozenset[str] = frozenset()  # modules outside the blocks of which another stage holds parameters
+    staged: Staged | None = None  # the pipeline this rank is part of
+    gather: Callable[[], None] = lambda: None  # weights are whole until `rest`
+    after_weights: Callable[[], None] = lambda: None  # of a pipeline: weight gradients were made by hand
 
     def shards(self) -> tuple[dict[str, LogicalShard], dict[str, str]]:
         """Of parameters and persistent buffers as they are now, by full-model name; aliases of tied tensors."""
@@ -85,8 +94,10 @@ class Workpiece:
     @property
     def place(self) -> Place:
         """Where this rank stands among those that hold the same."""
-        mesh = self.mesh
-        return Place(mesh.rank, mesh.world_size, self.cuts, mesh.coordinates["tp"], self.plan.layout.tp)
+        mesh, layout = self.mesh, self.plan.layout
+        num_ranks = layout.world_size // layout.pp  # of this rank's stages: pp is the outermost axis
+        copies = {} if self.staged is None else self.staged.copies
+        return Place(mesh.rank % num_ranks, num_ranks, self.cuts, mesh.coordinates["tp"], layout.tp, copies)
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -25,7 +26,7 @@ class Recompute:
 
     def apply(self, piece: Workpiece) -> None:
         """Replaces blocks' forwards; no wrapper module, so that names stay the user's own."""
-        for segment in planned_segments(piece.plan, len(piece.blocks)):
+        for segment in own_segments(piece):
             blocks = piece.blocks[segment.start : segment.stop]
             if piece.plan.compile:
                 _refuse_uncompilable(blocks)
@@ -33,6 +34,27 @@ class Recompute:
                 Stretch(blocks, piece.draws).apply()
             else:
                 _recompute(blocks[0], segment, piece)
+
+
+def own_segments(piece: Workpiece) -> Iterator[Segment]:
+    """Of the blocks that this rank has, counted among these. A stretch ends where a stage does."""
+    if piece.staged is None:
+        yield from planned_segments(piece.plan, len(piece.blocks))
+        return
+    pipeline, numbers = piece.staged.pipeline, piece.block_numbers
+    planned = planned_segments(piece.plan, sum(pipeline.stages.num_blocks))
+    for stage in piece.staged.own_stages:
+        begin, end = pipeline.stages.ranges[stage]
+        if begin == end:
+            continue
+        first = numbers.index(begin)
+        here = segments_of("sqrt", end - begin) if piece.plan.recompute == "sqrt" else ()
+        for segment in planned if piece.plan.recompute != "sqrt" else ():
+            start, stop = max(segment.start, begin), min(segment.stop, end)
+            if start < stop:
+                here = (*here, Segment(start - begin, stop - begin, segment.mode))
+        for segment in here:
+            yield Segment(first + segment.start, first + segment.stop, segment.mode)
 
 
 def planned_segments(plan: Plan, num_blocks: int) -> tuple[Segment, ...]:

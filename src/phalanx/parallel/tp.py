@@ -7,7 +7,7 @@ wraps what is left as if it were the whole model, and optimizers see ordinary te
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,7 +45,8 @@ class TensorParallel:
             cuts_sequence=_cuts_sequence(module, plan),
             chunks=1 if plan.compile else plan.tp_chunks,
         )
-        surgery = _Surgery(module, group, rules_for(module, plan.rules))
+        rules = rules_for(module, plan.rules, piece.names)
+        surgery = _Surgery(module, group, rules, absent=piece.absent, is_stage=piece.staged is not None)
         surgery.operate()
         surgery.require_whole_masks(piece)
         piece.cuts = surgery.cuts
@@ -54,13 +55,16 @@ class TensorParallel:
         piece.tensor_group = group
 
 
-def rules_for(module: nn.Module, own: Mapping[str, str]) -> tuple[Rule, ...]:
-    """The job's rules, then those that the model brings (`shard_rules`). Raises LayoutError where there are none."""
+def rules_for(module: nn.Module, own: Mapping[str, str], names: Iterable[str]) -> tuple[Rule, ...]:
+    """The job's rules, then those that the model brings (`shard_rules`). Raises LayoutError where there are none.
+
+    `names`: of all modules of the whole model, of which a pipeline stage has a part.
+    """
     brought = {pattern: text for pattern, text in brought_rules(module).items() if pattern not in own}
     rules = parse_rules({**own, **brought})
     if not any(rule.kind in CUTS for rule in rules):
         raise no_rules(type(module).__name__)
-    require_matches(rules, [full_name(name) for name, _ in module.named_modules()])
+    require_matches(rules, list(names))
     return rules
 
 
@@ -89,15 +93,18 @@ class _Surgery:
     group: TensorGroup
     rules: Sequence[Rule]
     cuts: dict[str, Cut] = field(default_factory=dict)
+    absent: frozenset[str] = frozenset()  # what another stage of a pipeline holds
+    is_stage: bool = False
     _replaced: dict[nn.Parameter, tuple[nn.Parameter, Cut]] = field(default_factory=dict)
     _vocabularies: list[tuple[nn.Module, Vocabulary]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._modules = {full_name(name): part for name, part in self.module.named_modules()}
-        self._rules = {name: rule for name in self._modules if (rule := rule_of(self.rules, name)) is not None}
+        here = (name for name in self._modules if name not in self.absent)
+        self._rules = {name: rule for name in here if (rule := rule_of(self.rules, name)) is not None}
 
     def operate(self) -> None:
-        if not any(rule.kind in CUTS for rule in self._rules.values()):
+        if not self.is_stage and not any(rule.kind in CUTS for rule in self._rules.values()):
             raise LayoutError(f"no sharding rule cuts anything of {type(self.module).__name__}")
         for name, rule in self._rules.items():
             part = self._modules[name]
@@ -117,7 +124,11 @@ class _Surgery:
                 part.register_forward_hook(functools.partial(tp_modules.keep_own_tokens, self.group))
         self._require_ties()
         begins = [part for part, _ in self._vocabularies if isinstance(part, nn.Embedding)]
-        if self.group.cuts_sequence and not (begins or any(r.kind == "sequence" for r in self._rules.values())):
+        if (
+            self.group.cuts_sequence
+            and not self.is_stage
+            and not (begins or any(r.kind == "sequence" for r in self._rules.values()))
+        ):
             raise LayoutError(
                 f"no rule cuts an embedding of {type(self.module).__name__}, where its sequence would be cut",
                 fix='give it "vocab" (or "sequence": it stays whole), or set parallel.sequence_parallel=false',

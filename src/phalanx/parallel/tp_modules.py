@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from phalanx.core.errors import DataError, LayoutError
 from phalanx.mesh.linear import is_conv1d, output_dim
 from phalanx.mesh.tensor_group import SEQUENCE, TensorGroup, Vocabulary, VocabularyLogits
+from phalanx.parallel.pp_weights import SPLITS, linear
 from phalanx.parallel.tp_overlap import row_in_chunks
 from phalanx.plan.rules import Count
 
@@ -49,8 +50,13 @@ def _row_forward(part: nn.Module, name: str, group: TensorGroup, x: torch.Tensor
             f"{name} gets {x.shape[-1]} features, and {weight.shape[1]} are this rank's",
             fix="a row follows columns that are cut alike",
         )
-    out = row_in_chunks(x, weight, group) if group.chunks > 1 else group.leave(F.linear(x, weight))
+    out = row_in_chunks(x, weight, group) if group.chunks > 1 else group.leave(_product(part, x, weight))
     return out if part.bias is None else out + part.bias.to(out.dtype)
+
+
+def _product(part: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """In a pipeline that splits backwards the weight's gradient can wait."""
+    return linear(x, weight) if getattr(part, SPLITS, False) else F.linear(x, weight)
 
 
 # Embeddings

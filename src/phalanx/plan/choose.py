@@ -88,7 +88,7 @@ def _more_ranks(weighing: Weighing) -> str:
     memory: dict[str, int] = {}
     for doubled in range(1, 16):
         more = weighing.num_ranks * 2**doubled
-        memory = replace(weighing, num_ranks=more).memory(3, more // weighing.work.tp)
+        memory = replace(weighing, num_ranks=more).memory(3, more // weighing.model_parallel_size)
         if weighing.has_room_for(memory):
             return f"use more ranks ({more:,} with as much memory each: zero3 fits there) or a smaller model"
     largest = max(memory, key=lambda part: memory[part])

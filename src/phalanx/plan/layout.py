@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 
 from phalanx.core.errors import LayoutError
-from phalanx.job.nearby import divisors
+from phalanx.job.nearby import nearest_degrees
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -94,36 +93,10 @@ def fill_layout(
     named = {axis: degree for axis, degree in asked.items() if degree > 1}
     if not named:
         raise LayoutError(f"all degrees are 1, and there are {num_ranks} ranks", fix="leave parallel.dp_replicate open")
-    nearest = _nearest_degrees(num_ranks, named, must_fill=open_axis is None)
+    nearest = nearest_degrees(num_ranks, named, must_fill=open_axis is None)
     together = f" = {product}" if len(named) > 1 else ""
     raise LayoutError(
         f"{' x '.join(f'{axis} {degree}' for axis, degree in named.items())}{together} "
         f"{'is not' if open_axis is None else 'does not divide'} the {num_ranks} ranks",
         fix=f"nearest: {' x '.join(f'{axis}={degree}' for axis, degree in nearest.items())}",
     )
-
-
-def _nearest_degrees(num_ranks: int, asked: Mapping[str, int], *, must_fill: bool) -> dict[str, int]:
-    """Degrees that divide `num_ranks` together (or make it) and are, as factors, least far from what was asked.
-
-    Of equals the one that keeps inner axes: they are what a node has room for.
-    """
-    legal = [degrees for degrees, left in _divided(num_ranks, len(asked)) if left == 1 or not must_fill]
-    wishes = tuple(asked.values())
-
-    def distance(degrees: Sequence[int]) -> tuple[float, tuple[float, ...]]:
-        factors = [abs(math.log2(degree / wish)) for degree, wish in zip(degrees, wishes, strict=True)]
-        return round(sum(factors), 9), tuple(reversed(factors))
-
-    nearest = min(legal, key=distance)
-    return dict(zip(asked, nearest, strict=True))
-
-
-def _divided(number: int, num_factors: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Every way to take `num_factors` factors out of `number`, and what is left of it."""
-    if num_factors == 0:
-        yield (), number
-        return
-    for factor in divisors(number):
-        for others, left in _divided(number // factor, num_factors - 1):
-            yield (factor, *others), left

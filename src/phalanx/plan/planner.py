@@ -15,6 +15,8 @@ from phalanx.job.shape import ModelShape
 from phalanx.plan.choose import choose
 from phalanx.plan.cluster import Cluster, detect_cluster
 from phalanx.plan.lossy import lossy_choices, require_whole_copies
+from phalanx.plan.pipeline.asked import asked_schedule
+from phalanx.plan.pipeline.stages import pipeline_of, within_stages
 from phalanx.plan.plan import Candidate, Plan, job_digest
 from phalanx.plan.ranks import choose_ranks, split_batch, tensor_parallel_degree
 from phalanx.plan.recompute import with_recompute
@@ -47,11 +49,16 @@ def make_plan(
     ranks, why = choose_ranks(job, cluster, num_ranks)
     require_whole_copies(job, ranks)
     tp = tensor_parallel_degree(job, shape)
-    micro, num_microbatches = split_batch(job, ranks // tp)
+    asked = asked_schedule(job)
+    micro, num_microbatches = split_batch(job, ranks // job.parallel.model_parallel_size, asked)
     work = work_of(job, shape, micro_batch_size=micro, num_microbatches=num_microbatches, tp=tp)
     reasons = [why]
     work = with_recompute(job, shape, work, reasons)
-    weighing = Weighing(shape, work, ranks, capacity_of(job, cluster, ranks), cluster.device)
+    pipeline = None
+    if asked is not None:
+        pipeline = pipeline_of(job, shape, asked, work, ranks)
+        work = replace(work, segments=within_stages(work.segments or (), pipeline.stages))
+    weighing = Weighing(shape, work, ranks, capacity_of(job, cluster, ranks), cluster.device, pipeline)
     candidates = candidates_of(job, weighing)
     chosen, of_choice = choose(job, candidates, weighing)
     reasons += of_choice
@@ -115,5 +122,6 @@ def _plan(
         alternatives=tuple(alternatives),
         reasons=tuple(reasons),
         shape=shape.to_json(),
+        pipeline=weighing.pipeline,
         **lossy_choices(job),
     )

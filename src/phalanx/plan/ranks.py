@@ -11,6 +11,8 @@ from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.coverage import check_rules
+from phalanx.plan.layout import fill_layout
+from phalanx.plan.pipeline.asked import Asked, split_share
 from phalanx.plan.replaced import require_fitting
 from phalanx.plan.rules import legal_degrees
 from phalanx.plan.work import cuts_sequence
@@ -42,18 +44,19 @@ def choose_ranks(job: Job, cluster: Cluster, running: int | None) -> tuple[int, 
 
 def _degrees(job: Job) -> int:
     """The product of those that the job gives."""
-    return (job.parallel.dp_replicate or 1) * (job.parallel.dp_shard or 1) * (job.parallel.tp or 1)
+    return (job.parallel.dp_replicate or 1) * (job.parallel.dp_shard or 1) * job.parallel.model_parallel_size
 
 
 def _asked(job: Job) -> int | None:
     """How many ranks the job asks for, by their number or by degrees that make one."""
-    asked, tp, degrees = job.parallel.ranks, job.parallel.tp or 1, _degrees(job)
+    asked, degrees = job.parallel.ranks, _degrees(job)
     if not (job.parallel.dp_replicate and job.parallel.dp_shard):
         return asked
     if asked and asked != degrees:
-        with_tp = f" x tp {tp}" if tp > 1 else ""
+        shared = {"pp": job.parallel.pp or 1, "tp": job.parallel.tp or 1}
+        others = "".join(f" x {axis} {degree}" for axis, degree in shared.items() if degree > 1)
         raise LayoutError(
-            f"parallel.dp_replicate {job.parallel.dp_replicate} x dp_shard {job.parallel.dp_shard}{with_tp} makes "
+            f"parallel.dp_replicate {job.parallel.dp_replicate} x dp_shard {job.parallel.dp_shard}{others} makes "
             f"{degrees} ranks, and parallel.ranks is {asked}",
             fix=f"set parallel.ranks={degrees}",
         )
@@ -63,11 +66,11 @@ def _asked(job: Job) -> int | None:
 def _most_that_share_the_batch(job: Job, cluster: Cluster) -> int:
     """On a GPU each; on a CPU no more than there are cores, but two of them to be distributed at all."""
     batch, micro = job.train.global_batch_size, job.train.micro_batch_size
-    tp, degrees = job.parallel.tp or 1, _degrees(job)
+    shared, degrees = job.parallel.model_parallel_size, _degrees(job)
     limit = cluster.num_devices if cluster.device == "cuda" else max(2, min(cluster.num_devices, MAX_CPU_RANKS))
     shares = divisors(batch // (micro or 1))
-    legal = [d * tp for d in shares if d * tp <= max(limit, tp) and d * tp % degrees == 0]
-    legal = [ranks for ranks in legal if batch % (ranks // tp * (micro or 1)) == 0]
+    legal = [d * shared for d in shares if d * shared <= max(limit, shared) and d * shared % degrees == 0]
+    legal = [ranks for ranks in legal if batch % (ranks // shared * (micro or 1)) == 0]
     if not legal:
         raise LayoutError(
             f"no number of ranks up to {limit} divides global_batch_size {batch}"
@@ -79,6 +82,10 @@ def _most_that_share_the_batch(job: Job, cluster: Cluster) -> int:
 
 
 def _require_degrees_divide(job: Job, ranks: int) -> None:
+    if (job.parallel.pp or 1) > 1:
+        asked = {axis: getattr(job.parallel, axis) or 1 for axis in ("pp", "tp")}
+        fill_layout(ranks, dp_replicate=job.parallel.dp_replicate, dp_shard=job.parallel.dp_shard, **asked)
+        return
     tp = job.parallel.tp or 1
     if ranks % tp:
         legal = [d for d in divisors(ranks) if d > 1]
@@ -115,17 +122,20 @@ def tensor_parallel_degree(job: Job, shape: ModelShape) -> int:
     return tp
 
 
-def split_batch(job: Job, shares: int) -> tuple[int, int]:
-    """(micro_batch_size, microbatches per step) of each of `shares` ranks that read other samples."""
+def split_batch(job: Job, shares: int, asked: Asked | None = None) -> tuple[int, int]:
+    """(micro_batch_size, microbatches per step) of each of `shares` ranks, or pipelines, that read other samples."""
     batch = job.train.global_batch_size
     if batch % shares:
         multiples = [batch // shares * shares, (batch // shares + 1) * shares]
         raise LayoutError(
-            f"{shares} ranks do not divide train.global_batch_size {batch}",
+            f"{shares} {'ranks' if asked is None else 'pipelines'} do not divide train.global_batch_size {batch}",
             fix=f"nearest batch: {nearest(batch, [m for m in multiples if m])}; "
-            f"nearest ranks: {divisors_near(batch, shares)}",
+            f"nearest ranks: {divisors_near(batch, shares)}"
+            + (f" x {job.parallel.model_parallel_size}" if asked is not None else ""),
         )
     share = batch // shares
+    if asked is not None:
+        return split_share(job, asked, share, shares)
     micro = job.train.micro_batch_size or share
     if share % micro:
         raise LayoutError(

@@ -10,6 +10,7 @@ from phalanx.job.shape import ModelShape
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.layout import Layout
 from phalanx.plan.memory import Workload, rank_memory
+from phalanx.plan.pipeline.planned import Pipeline
 from phalanx.plan.plan import Candidate
 
 HEADROOM = 0.94  # part of a rank's memory a plan may fill
@@ -33,6 +34,12 @@ class Weighing:
     num_ranks: int
     capacity_bytes: int
     device: str
+    pipeline: Pipeline | None = None
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that work on the same samples."""
+        return self.work.tp * (self.pipeline.num_ranks if self.pipeline is not None else 1)
 
     def memory(self, zero_stage: int, shards: int) -> dict[str, int]:
         """Bytes of one rank by category."""
@@ -49,16 +56,18 @@ class Weighing:
 def candidates_of(job: Job, weighing: Weighing) -> list[Candidate]:
     """From the simplest to the one that shards most."""
     tp = weighing.work.tp
-    shares = weighing.num_ranks // tp
+    pp = weighing.model_parallel_size // tp
+    shares = weighing.num_ranks // (pp * tp)
     if shares == 1:
-        return [weighing.candidate("one" if tp == 1 else "tp", 0, Layout(tp=tp))]
+        name = "pp" if pp > 1 else "tp" if tp > 1 else "one"
+        return [weighing.candidate(name, 0, Layout(pp=pp, tp=tp))]
     shard = job.parallel.dp_shard or shares // (job.parallel.dp_replicate or 1)
     if shard == 1:
         shard = shares
     candidates = []
     for name, stage in (("ddp", 0), ("zero1", 1), ("zero2", 2), ("zero3", 3)):
         split = 1 if stage == 0 else shard
-        layout = Layout(dp_replicate=shares // split, dp_shard=split, tp=tp)
+        layout = Layout(pp=pp, dp_replicate=shares // split, dp_shard=split, tp=tp)
         candidates.append(weighing.candidate(name, stage, layout))
     return candidates
 

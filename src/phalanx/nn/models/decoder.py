@@ -41,6 +41,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.num_layers))
         self.norm = build_norm(shape)
         self.head = None if shape.tie_embeddings else nn.Linear(shape.dim, shape.vocab_size, bias=False)
+        self.last_stage = ("embed",) if shape.tie_embeddings else ()  # of a pipeline: what it holds, too
 
     def forward(
         self, inputs: torch.Tensor, positions: torch.Tensor | None = None, document_ids: torch.Tensor | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from phalanx.core.errors import LayoutError
@@ -37,13 +38,18 @@ def model_flops(shape: ModelShape, seq_len: int) -> ModelFlops:
 
 
 def stage_costs(
-    flops: ModelFlops, stages: Stages, *, samples: int, flops_per_s: Seconds, recompute: bool = False
+    flops: ModelFlops,
+    stages: Stages,
+    *,
+    samples: int,
+    flops_per_s: Seconds,
+    recomputed: Collection[int] = (),
 ) -> tuple[StageCosts, ...]:
     """Seconds of each stage for a microbatch of `samples` at a given speed.
 
     A product of weights costs the same again for the gradient of its input and for that of its weights. Attention
-    scores have no weights, and two gradients of inputs. `recompute`: the forward of the blocks is done again before
-    their backward.
+    scores have no weights, and two gradients of inputs. `recomputed`: blocks whose forward is done again before their
+    backward.
     """
     found = []
     for stage, (begin, end) in enumerate(stages.ranges):
@@ -51,7 +57,7 @@ def stage_costs(
         outer = [flops.embedding] if stage == 0 else []
         outer += [flops.head] if stage == len(stages.num_blocks) - 1 else []
         parts = [*blocks, *outer]
-        again = sum(part.forward for part in blocks) if recompute else 0
+        again = sum(flops.blocks[block].forward for block in range(begin, end) if block in recomputed)
         amounts = (
             sum(part.forward for part in parts),
             sum(part.matmul + 2 * part.attention for part in parts) + again,

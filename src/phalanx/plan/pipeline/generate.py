@@ -44,9 +44,17 @@ def generate(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: 
     if num_ranks < 1 or num_microbatches < 1:
         raise LayoutError(f"a pipeline of {num_ranks} ranks and {num_microbatches} microbatches", fix="use at least 1")
     per_rank = named.stages_per_rank if stages_per_rank is None else stages_per_rank
-    _require_stages_per_rank(name, named, per_rank)
+    require_stages_per_rank(name, per_rank)
     _require_microbatches(name, named, num_ranks, num_microbatches)
     return named.make(num_ranks, num_microbatches, per_rank)
+
+
+def can_run(name: str, num_ranks: int, num_microbatches: int) -> bool:
+    """Whether a named schedule has that many microbatches."""
+    named = _named(name)
+    if num_microbatches < max(1, named.least_microbatches_per_rank * num_ranks):
+        return False
+    return not named.in_rounds or _fills_rounds(num_ranks, num_microbatches)
 
 
 def default_stages_per_rank(name: str) -> int:
@@ -60,7 +68,9 @@ def _named(name: str) -> _Named:
     return _SCHEDULES[name]
 
 
-def _require_stages_per_rank(name: str, named: _Named, wish: int) -> None:
+def require_stages_per_rank(name: str, wish: int) -> None:
+    """Raises LayoutError, naming the nearest number that the schedule can have."""
+    named = _named(name)
     least, most = named.least_stages_per_rank, named.most_stages_per_rank
     if least <= wish <= (most or wish):
         return

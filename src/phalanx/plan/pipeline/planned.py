@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.plan.pipeline.cut import Stages
@@ -53,6 +53,10 @@ class Pipeline:
             rows = tuple(tuple(Action.from_text(cell) for cell in row.split(",")) for row in self.rows)
             return Schedule(self.schedule_name, self.num_microbatches, self.rank_of_stage, rows)
         return generate(self.schedule_name, self.num_ranks, self.num_microbatches, self.stages_per_rank)
+
+    def with_microbatches(self, num_microbatches: int) -> Pipeline:
+        """The same stages for a step of another number of microbatches. Not for a schedule from a file."""
+        return self if num_microbatches == self.num_microbatches else replace(self, num_microbatches=num_microbatches)
 
     def timeline(self) -> Timeline | None:
         """One step as it is predicted, on the scale of `costs`; None where these are not known."""

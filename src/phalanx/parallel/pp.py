@@ -1,0 +1,211 @@
+"""pp: each rank keeps the blocks of its stages, and what stands before or after the blocks where it is needed.
+
+The module stays the user's own, under its own names: blocks of other stages are emptied, parameters outside the blocks
+that other stages hold become stand-ins, and calls of blocks go through the door (`pp_door`) of this rank's stages.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from phalanx.core.errors import LayoutError
+from phalanx.mesh.logical import full_name
+from phalanx.parallel.pp_door import Door, StageEnd, StandIn, empty
+from phalanx.parallel.pp_links import Peers
+from phalanx.parallel.pp_weights import split_linears
+from phalanx.parallel.protocol import Order, Workpiece
+from phalanx.plan.pipeline.planned import Pipeline
+from phalanx.plan.plan import Plan
+
+LAST_STAGE = "last_stage"  # attribute of a module: names of its parts that the last stage holds, too
+
+
+@dataclass
+class Staged:
+    """What a rank knows of the pipeline it is part of.
+
+    `copies`: name -> (which of the ranks this is, how many they are) of parameters that several ranks hold; `holders`:
+    the ranks themselves.
+    """
+
+    pipeline: Pipeline
+    peers: Peers
+    door: Door
+    copies: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def own_stages(self) -> tuple[int, ...]:
+        return self.pipeline.stages_of(self.peers.rank)
+
+    @property
+    def last_rank(self) -> int:
+        """Of the pipeline: the one with the last stage, which has outputs and losses."""
+        return self.pipeline.rank_of_stage[-1]
+
+
+class PipelineStages:
+    order = Order.SPLIT
+
+    def wanted(self, plan: Plan) -> bool:
+        return plan.layout.pp > 1
+
+    def apply(self, piece: Workpiece) -> None:
+        pipeline, module = piece.plan.pipeline, piece.root.module
+        assert pipeline is not None, "a plan with pp has a pipeline"
+        _require_blocks(module, piece.blocks, pipeline)
+        peers, door = _peers(piece), Door(len(piece.blocks), pipeline.num_stages)
+        held = Holding(module, piece.blocks, pipeline)
+        held.require_movable()
+        here = peers.rank
+        piece.absent = held.strip(here, door, piece.mesh.device)
+        holders = {name: ranks for name, ranks in held.by_name(here).items() if len(ranks) > 1}
+        copies = {name: (ranks.index(here), len(ranks)) for name, ranks in holders.items()}
+        ranges = pipeline.stages.ranges
+        own = [index for stage in pipeline.stages_of(here) for index in range(*ranges[stage])]
+        blocks = piece.blocks
+        for index, block in enumerate(blocks):
+            door.guard(block, index)
+            if index not in own:
+                empty(block)
+        piece.blocks = [blocks[index] for index in own]
+        piece.block_numbers = tuple(own)
+        if any(action.kind == "W" for action in pipeline.schedule().actions[here]) and not piece.plan.compile:
+            split_linears(module)
+        piece.root.forward = functools.partial(_through_door, door, piece.root.forward)  # type: ignore[method-assign]
+        piece.staged = Staged(pipeline, peers, door, copies, holders)
+
+
+def _through_door(door: Door, forward: Callable[..., Any], args: Any, kwargs: Any, then: Any) -> Any:
+    """What data parallelism wraps: a stage's forward ends where the next one goes on."""
+    window = door.window
+    try:
+        found = forward(args, kwargs, then)
+    except StageEnd as end:
+        return end.hidden if end.hidden._base is None else end.hidden.clone()  # FSDP hooks no views
+    if window is not None and not window.is_last:
+        raise LayoutError(
+            f"the model's forward ended before block {window.end} of {door.num_blocks}",
+            fix="have it call all of its blocks, in order",
+        )
+    return found
+
+
+def _peers(piece: Workpiece) -> Peers:
+    mesh = piece.mesh.submesh("pp")
+    group = mesh.get_group()
+    up = piece.mesh.second_group("pp") if piece.mesh.device.type == "cuda" else group
+    return Peers(mesh.get_local_rank(), tuple(dist.get_process_group_ranks(group)), group, up, piece.mesh.device)
+
+
+def _require_blocks(module: nn.Module, blocks: Sequence[nn.Module], pipeline: Pipeline) -> None:
+    num_planned = sum(pipeline.stages.num_blocks)
+    if len(blocks) < 2 or len(blocks) != num_planned:
+        why = "shows no repeated blocks" if len(blocks) < 2 else f"has {len(blocks)} blocks, {num_planned} were planned"
+        raise LayoutError(
+            f"{type(module).__name__} cannot be cut into {pipeline.num_stages} stages: it {why}",
+            fix='keep blocks of one class in an nn.ModuleList, or name them: block_pattern = "layers.*"',
+        )
+
+
+class Holding:
+    """Which ranks of a pipeline hold which parameters of a module that is still whole."""
+
+    def __init__(self, module: nn.Module, blocks: Sequence[nn.Module], pipeline: Pipeline) -> None:
+        self._module, self._pipeline = module, pipeline
+        prefixes = {id(block): full_name(name) for name, block in module.named_modules()}
+        self._block_of = {f"{prefixes[id(block)]}.": index for index, block in enumerate(blocks)}
+        self._stage_of_block = [pipeline.stages.stage_of(index) for index in range(len(blocks))]
+        self._names = {full_name(name) for name, _ in module.named_modules()} - {""}
+        parameters = [(full_name(name), p) for name, p in module.named_parameters(remove_duplicate=False)]
+        self._stages: dict[int, set[int]] = {}  # by the parameter's identity
+        self._by_name: dict[str, nn.Parameter] = dict(parameters)
+        after = False
+        for name, parameter in parameters:
+            block = self.block_of(name)
+            after = after or block is not None
+            self._stages.setdefault(id(parameter), set()).update(self._stages_of(name, block, after))
+
+    def block_of(self, name: str) -> int | None:
+        return next((index for prefix, index in self._block_of.items() if name.startswith(prefix)), None)
+
+    def _stages_of(self, name: str, block: int | None, after: bool) -> set[int]:
+        last = self._pipeline.num_stages - 1
+        if block is not None:
+            return {self._stage_of_block[block]}
+        stages = {last if after else 0}
+        wishes = (
+            (0, self._pipeline.first_stage),
+            (last, (*self._pipeline.last_stage, *getattr(self._module, LAST_STAGE, ()))),
+        )
+        for stage, patterns in wishes:
+            if any(_is_part(name, pattern) for pattern in patterns):
+                stages.add(stage)
+        return stages
+
+    def require_movable(self) -> None:
+        """Raises LayoutError for names that nothing has, and for what a stand-in cannot stand in for."""
+        wished = {
+            "parallel.first_stage": self._pipeline.first_stage,
+            "parallel.last_stage": self._pipeline.last_stage,
+        }
+        for key, patterns in wished.items():
+            for pattern in patterns:
+                if not any(_is_part(name, pattern) for name in (*self._names, *self._by_name)):
+                    raise LayoutError(f"{key}: the model has no {pattern!r}")
+        for name, part in self._module.named_modules():
+            if isinstance(part, _BatchNorm) and self.block_of(f"{full_name(name)}.") is None:
+                raise LayoutError(
+                    f"{full_name(name)} is a BatchNorm outside the blocks, whose statistics one stage would have",
+                    fix="move it into a block, or do without parallel.pp",
+                )
+
+    def ranks_of(self, name: str) -> tuple[int, ...]:
+        """Of the pipeline, in ascending order."""
+        stages = self._stages[id(self._by_name[name])]
+        return tuple(sorted({self._pipeline.rank_of_stage[stage] for stage in stages}))
+
+    def by_name(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """The holders of what `rank` has."""
+        return {name: ranks for name in self._by_name if rank in (ranks := self.ranks_of(name))}
+
+    def strip(self, rank: int, door: Door, device: Any) -> frozenset[str]:
+        """Put stand-ins where `rank` does not hold a parameter outside the blocks; names of modules that have some."""
+        stripped: Counter[str] = Counter()
+        for prefix, part in self._module.named_modules():
+            owner = full_name(prefix)
+            if self.block_of(f"{owner}.") is not None:
+                continue
+            for key, parameter in list(part._parameters.items()):
+                name = f"{owner}.{key}" if owner else key
+                if parameter is None or rank in self.ranks_of(name):
+                    continue
+                del part._parameters[key]
+                setattr(part, key, StandIn.of(parameter.detach(), name, door, device))
+                stripped[owner] += 1
+            if rank != self._pipeline.rank_of_stage[0]:  # what a checkpoint has of buffers is the first stage's
+                part._non_persistent_buffers_set.update(part._buffers)
+        return frozenset(stripped)
+
+
+def _is_part(name: str, pattern: str) -> bool:
+    """True for the thing itself, and for what is inside of it."""
+    parts = name.split(".")
+    return any(fnmatch.fnmatchcase(".".join(parts[:count]), pattern) for count in range(1, len(parts) + 1))
+
+
+def own_parameters(staged: Staged, named: Iterator[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Those of `named` that other stages hold, too."""
+    return ((name, p) for name, p in named if full_name(name) in staged.copies)
+
+
+parallelism = PipelineStages()

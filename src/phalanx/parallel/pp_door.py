@@ -1,0 +1,202 @@
+"""The door of a stage: a module's own forward runs in every stage, and computes only that stage's blocks.
+
+A rank keeps the user's module, with the blocks of its own stages in it. What others hold of it is emptied: blocks pass
+on what they are given, and parameters outside the blocks are stand-ins. A stage's forward begins as the user wrote it
+(masks, positions, tables of angles: cheap, and the same on every rank), takes the hidden states that have arrived in
+place of the input of its first block, and ends where the first block after its own would begin.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from phalanx.core.errors import LayoutError
+
+BEFORE, INSIDE, AFTER = "before", "between", "after"
+
+
+class StageEnd(BaseException):
+    """Leaves a user's forward where the next stage goes on. No Exception: `except Exception` must not catch it."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+@dataclass
+class Window:
+    """The blocks [begin, end) of one call, and what has arrived for the first of them (None: the first stage)."""
+
+    stage: int
+    begin: int
+    end: int
+    arrived: torch.Tensor | None
+    is_last: bool = False
+    place: str = BEFORE
+    enables_grad: bool = False
+
+
+@dataclass
+class Door:
+    """What blocks and stand-ins of one rank's module ask: which stage is being computed, and where it stands."""
+
+    num_blocks: int
+    num_stages: int
+    window: Window | None = None
+    is_rehearsal: bool = False
+    """Look whether anything but the hidden states goes from stage to stage: it would be NaN."""
+    _classes: dict[type[nn.Module], type[nn.Module]] = field(default_factory=dict)
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Of the one that is being computed."""
+        return self._require_window().is_last
+
+    @contextmanager
+    def open(self, stage: int, blocks: tuple[int, int], arrived: torch.Tensor | None) -> Iterator[None]:
+        """Inside, the module's forward is that of a stage."""
+        is_last = stage + 1 == self.num_stages
+        window = Window(stage, *blocks, arrived, is_last, enables_grad=torch.is_grad_enabled())
+        before, self.window = self.window, window
+        # What leads to the blocks has no gradient but in the first stage.
+        with torch.set_grad_enabled(window.enables_grad and arrived is None):
+            try:
+                yield
+            finally:
+                self.window = before
+
+    def guard(self, block: nn.Module, index: int) -> None:
+        """From now on calls of `block`, whose class becomes one derived from its own, go through the door."""
+        own = type(block)
+        if own not in self._classes:
+            self._classes[own] = _guarded(own)
+        block.__dict__["_phalanx_door"] = functools.partial(self._call, index, functools.partial(own.__call__, block))
+        block.__class__ = self._classes[own]
+
+    def _call(self, index: int, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        window = self._require_window()
+        if not args or not isinstance(args[0], torch.Tensor):
+            raise LayoutError(
+                f"block {index} is not given hidden states first, and a stage hands on nothing else",
+                fix="call blocks with them as the first argument, by position",
+            )
+        hidden = args[0]
+        if index >= window.end and not window.is_last:
+            self._require_clean(hidden, f"what block {index} is given")
+            raise StageEnd(hidden)
+        if index == self.num_blocks - 1 and window.begin == self.num_blocks:  # a stage of the head alone
+            hidden = self._arrive(window, hidden)
+            window.place = AFTER
+            return hidden
+        if index < window.begin:
+            return hidden
+        if index == window.begin:
+            hidden = self._arrive(window, hidden)
+            window.place = INSIDE
+        for value in (hidden, *tree_leaves((args[1:], kwargs))) if self.is_rehearsal else ():
+            self._require_clean(value, f"an argument of block {index}")
+        found = compute(hidden, *args[1:], **kwargs)
+        if not isinstance(found, torch.Tensor):
+            raise LayoutError(
+                f"block {index} returns {type(found).__name__}, and a stage hands on one tensor",
+                fix="have blocks return the hidden states alone",
+            )
+        if index == self.num_blocks - 1:
+            window.place = AFTER
+            if not window.is_last:  # the last stage is the head alone
+                self._require_clean(found, "the last block's output")
+                raise StageEnd(found)
+        return found
+
+    def _arrive(self, window: Window, hidden: torch.Tensor) -> torch.Tensor:
+        if window.arrived is None:
+            return hidden
+        torch.set_grad_enabled(window.enables_grad)  # `open` restores what was before
+        return window.arrived
+
+    def _require_window(self) -> Window:
+        if self.window is None:
+            raise LayoutError(
+                "the model is cut into stages, and no rank can call it alone",
+                fix="call forward_backward, evaluate or call_then of what parallelize returned, on every rank",
+            )
+        return self.window
+
+    def _require_clean(self, value: Any, what: str) -> None:
+        """A stage's stand-ins are NaN, and so is all that is made of them."""
+        if not self.is_rehearsal or self.window is None or self.window.arrived is None:
+            return
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and bool(value.isnan().any()):
+            raise LayoutError(
+                f"{what} depends on what comes before the blocks, which stage {self.window.stage} does not have",
+                why="stages hand on one tensor, the hidden states",
+                fix="compute it from the inputs inside of each block, or do without parallel.pp",
+            )
+
+    def require_clean_outputs(self, outputs: Any) -> None:
+        """After a rehearsal of the last stage."""
+        for leaf in tree_leaves(outputs):
+            self._require_clean(leaf, "the model's output")
+
+    def require_stand_in(self, name: str) -> None:
+        """A stand-in is used: right before the blocks of a later stage, whose result is thrown away."""
+        window = self._require_window()
+        if window.arrived is not None and window.place == BEFORE:
+            return
+        key = "parallel.first_stage" if window.place == BEFORE else "parallel.last_stage"
+        fix = f'set {key}=["{name.rpartition(".")[0] or name}"]'
+        if window.place == INSIDE:
+            fix = "make it a part of the blocks, or do without parallel.pp"
+        raise LayoutError(
+            f"{name} is used {window.place} the blocks, and stage {window.stage} does not hold it", fix=fix
+        )
+
+
+def _guarded(own: type[nn.Module]) -> type[nn.Module]:
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self._phalanx_door(*args, **kwargs)
+
+    return type(
+        own.__name__, (own,), {"__call__": call, "__module__": own.__module__, "__qualname__": own.__qualname__}
+    )
+
+
+def empty(block: nn.Module) -> None:
+    """Take all tensors out of a block of another stage. What else it says of itself (its kind, say) stays."""
+    for tensors in (block._parameters, block._buffers, block._modules):
+        tensors.clear()
+
+
+class StandIn(torch.Tensor):
+    """In place of a parameter of another stage: its shape and type, NaN, four bytes. See `Door.require_stand_in`."""
+
+    _door: Door
+    _name: str
+
+    @staticmethod
+    def of(parameter: torch.Tensor, name: str, door: Door, device: torch.device) -> StandIn:
+        value = torch.full((), math.nan, dtype=parameter.dtype, device=device).expand(parameter.shape)
+        made: StandIn = value.as_subclass(StandIn)
+        made._door, made._name = door, name
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **kwargs)
+            if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(found)):
+                return found  # shape, type and the like, which it shares with what it stands for
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, StandIn):
+                    leaf._door.require_stand_in(leaf._name)
+        return found.as_subclass(torch.Tensor) if isinstance(found, StandIn) else found

@@ -1,0 +1,125 @@
+"""A pipeline's rehearsal: one microbatch of a new form goes through all stages, without gradients, before it counts.
+
+It tells every rank the form of what stages send each other, so that a sequence of another length is no surprise, and it
+looks whether the model can be cut where it is cut: what is wrong is told on every rank alike.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import phalanx.core.errors as errors
+from phalanx.core.errors import PhalanxError
+from phalanx.mesh.tensor_group import TensorGroup
+from phalanx.parallel.pp_links import Form, Peers
+
+_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_MAX_DIMS = 8
+
+Compute = Callable[[int, torch.Tensor | None], Any]
+"""(stage, what arrived) -> hidden states, or of the last stage anything."""
+
+
+def rehearse(
+    module: nn.Module,
+    peers: Peers,
+    rank_of_stage: tuple[int, ...],
+    compute: Compute,
+    group: TensorGroup | None = None,
+) -> dict[int, Form]:
+    """The form of the input of each stage but the first. Collective over the ranks of a pipeline.
+
+    `group` learns how many tokens there are in all from the first stage, whose embedding knows. Raises the same
+    PhalanxError on all ranks if a stage refuses.
+    """
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()  # nothing is drawn, no running statistics move
+    try:
+        with torch.no_grad():
+            return _through(peers, rank_of_stage, compute, group)
+    finally:
+        for part, is_training in modes:
+            part.training = is_training
+
+
+def _through(
+    peers: Peers, rank_of_stage: tuple[int, ...], compute: Compute, group: TensorGroup | None
+) -> dict[int, Form]:
+    forms: dict[int, Form] = {}
+    hidden: torch.Tensor | None = None
+    for stage, owner in enumerate(rank_of_stage):
+        refusal: PhalanxError | None = None
+        if owner == peers.rank:
+            try:
+                hidden = compute(stage, hidden)
+            except PhalanxError as error:
+                refusal = error
+        is_last = stage + 1 == len(rank_of_stage)
+        form = _told(peers, owner, None if is_last else hidden, refusal, group if stage == 0 else None)
+        if form is None:
+            continue
+        forms[stage + 1] = form
+        target = rank_of_stage[stage + 1]
+        if owner == target:
+            continue
+        if peers.rank == owner:
+            assert hidden is not None
+            peers.send(hidden.contiguous(), target).wait()
+        elif peers.rank == target:
+            hidden = form.empty(peers.device)
+            peers.receive(hidden, owner).wait()
+    return forms
+
+
+def _told(
+    peers: Peers,
+    owner: int,
+    hidden: torch.Tensor | None,
+    refusal: PhalanxError | None = None,
+    group: TensorGroup | None = None,
+) -> Form | None:
+    """What `owner` has to say of a stage: the form of its output, None after the last one, or why it refuses."""
+    fields = torch.zeros(4 + _MAX_DIMS, dtype=torch.int64, device=peers.device)
+    text = b""
+    if refusal is not None:
+        text = json.dumps(refusal.to_json()).encode()
+        fields[0] = len(text)
+    elif hidden is not None:
+        fields[1], fields[2] = 1 + _TYPES.index(hidden.dtype), hidden.ndim
+        fields[4 : 4 + hidden.ndim] = torch.tensor(hidden.shape)
+        fields[3] = group.num_tokens if group is not None else 0
+    source = peers.numbers[owner]
+    dist.broadcast(fields, source, group=peers.down)
+    size, kind, num_dims, num_tokens, *shape = fields.tolist()
+    if group is not None:
+        group.num_tokens = num_tokens
+    if size:
+        data = torch.zeros(size, dtype=torch.uint8, device=peers.device)
+        if peers.rank == owner:
+            data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        dist.broadcast(data, source, group=peers.down)
+        raise refusal or _as_told(json.loads(data.cpu().numpy().tobytes()))
+    return Form(tuple(shape[:num_dims]), _TYPES[kind - 1]) if kind else None
+
+
+def _as_told(body: dict[str, Any]) -> PhalanxError:
+    made: PhalanxError = getattr(errors, body["error"], PhalanxError)(
+        body["what"], where=body["where"], why=body["why"], fix=body["fix"]
+    )
+    return made
+
+
+def share(peers: Peers, owner: int, value: torch.Tensor | None) -> torch.Tensor:
+    """`value` of the rank `owner`, a tensor of floats, on every rank of the pipeline. Collective."""
+    form = _told(peers, owner, value)
+    assert form is not None
+    tensor = value.contiguous() if value is not None else form.empty(peers.device)
+    tensor = tensor.to(peers.device)
+    dist.broadcast(tensor, peers.numbers[owner], group=peers.down)
+    return tensor

@@ -1,0 +1,286 @@
+"""Run a pipeline: each rank does its row of the schedule, action by action.
+
+An action waits for what it needs, computes, and sends on what it made. Communication goes on beside computation; how
+long an action computed is noted, so that what remains of a step is waiting: the bubble.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from phalanx.core.errors import LayoutError
+from phalanx.parallel.drawing import Drawing
+from phalanx.parallel.pp import Staged
+from phalanx.parallel.pp_links import Form, Parcel, Post, made_by
+from phalanx.parallel.pp_rehearsal import rehearse, share
+from phalanx.parallel.pp_weights import LaterWeights
+from phalanx.parallel.protocol import Workpiece
+from phalanx.parallel.saved import SavedBytes
+from phalanx.plan.pipeline.planned import FROM_FILE
+from phalanx.plan.pipeline.schedule import Action, Schedule
+
+Batch = Mapping[str, torch.Tensor]
+Forward = Callable[[Batch, Any], Any]
+"""(microbatch, objective) -> hidden states; of the last stage what the objective returns."""
+Span = tuple[str, float, float]
+
+
+@dataclass
+class Kept:
+    """What a forward leaves for its backward: the stage's input (None: tokens), and its output or its loss."""
+
+    given: torch.Tensor | None
+    made: torch.Tensor
+
+
+@dataclass
+class PipelineRun:
+    """One rank's part. `spans`: (action, begin, end) of the last step in perf_counter seconds, without waiting.
+
+    `most_held`: microbatches of each own stage that were held at once, over all steps; `stage_bytes`: what autograd
+    kept of one microbatch, where it was counted. `sent_bytes`: to other ranks, of the last step.
+    """
+
+    piece: Workpiece
+    staged: Staged
+    drawing: Drawing
+    forward: Forward
+    scaled: Callable[[torch.Tensor], torch.Tensor]
+    spans: list[Span] = field(default_factory=list)
+    most_held: Counter[int] = field(default_factory=Counter)
+    stage_bytes: dict[int, int] = field(default_factory=dict)
+    peak_bytes: int = 0
+    sent_bytes: int = 0
+    counts_saved: bool = False
+    _weights: LaterWeights = field(default_factory=LaterWeights)
+    _kept: dict[tuple[int, int], Kept] = field(default_factory=dict)
+    _forms: dict[Any, dict[int, Form]] = field(default_factory=dict)
+    _num_tokens: dict[Any, int] = field(default_factory=dict)
+    _schedules: dict[int, Schedule] = field(default_factory=dict)
+
+    def forward_backward(
+        self, microbatches: Sequence[Batch], objective: Any, step: int, add: Callable[[torch.Tensor, Any], None]
+    ) -> None:
+        """All actions of this rank. `add(loss, num_targets)` is called for each microbatch of the last stage."""
+        schedule = self._schedule(len(microbatches))
+        self.spans, self.sent_bytes = [], 0
+        self._kept.clear()
+        with self.piece.sync(True):
+            self._learn_forms(microbatches, objective)
+            post = self._post(schedule.actions, microbatches)
+            row = schedule.actions[self.staged.peers.rank]
+            for place, action in enumerate(row):
+                self._do(action, post, microbatches, objective, step, add)
+                self._ask_ahead(post, row[place + 1 : place + 3])
+            with self.piece.phases("pipeline", "settle sends"):
+                post.settle()
+        assert not self._kept, "a schedule that was checked leaves nothing"
+        assert not self._weights.num_due, "nor does it leave a W"
+
+    def _schedule(self, num_microbatches: int) -> Schedule:
+        if num_microbatches not in self._schedules:
+            pipeline = self.staged.pipeline
+            if num_microbatches != pipeline.num_microbatches and pipeline.schedule_name == FROM_FILE:
+                raise LayoutError(
+                    f"the schedule is of {pipeline.num_microbatches} microbatches, and a step has {num_microbatches}"
+                )
+            self._schedules[num_microbatches] = pipeline.with_microbatches(num_microbatches).schedule()
+        return self._schedules[num_microbatches]
+
+    # One action
+
+    def _do(
+        self,
+        action: Action,
+        post: Post,
+        microbatches: Sequence[Batch],
+        objective: Any,
+        step: int,
+        add: Callable[[torch.Tensor, Any], None],
+    ) -> None:
+        made: torch.Tensor | None = None
+        if action.kind == "F":
+            given = self._receive(post, action, is_gradient=False)
+            with self._timed(action, "forward"):
+                made = self._do_forward(action, given, microbatches[action.microbatch], objective, step, add)
+        elif action.kind == "W":
+            with self._timed(action, "backward"):
+                self._weights.do((action.stage, action.microbatch))
+                self.piece.after_weights()
+        else:
+            gradient = self._receive(post, action, is_gradient=True)
+            self._tell_tokens(microbatches[action.microbatch])  # a recomputation asks
+            with self._timed(action, "backward"):
+                made = self._do_backward(action, gradient)
+        parcel = made_by(action, self.staged.pipeline.num_stages)
+        if parcel is not None:
+            assert made is not None
+            self.sent_bytes += post.hand_on(parcel, made)
+
+    def _receive(self, post: Post, action: Action, *, is_gradient: bool) -> torch.Tensor | None:
+        edge = self.staged.pipeline.num_stages - 1 if is_gradient else 0
+        if action.stage == edge:
+            return None
+        parcel = Parcel(action.stage, action.microbatch, is_gradient)
+        if post.is_here(parcel):
+            return post.take(parcel)
+        with self.piece.phases("pipeline", f"receive for {action}"):
+            return post.take(parcel)
+
+    def _ask_ahead(self, post: Post, coming: Sequence[Action]) -> None:
+        for action in coming:
+            if action.kind != "W":
+                post.ask_ahead(Parcel(action.stage, action.microbatch, action.kind != "F"))
+
+    @contextmanager
+    def _timed(self, action: Action, phase: str) -> Iterator[None]:
+        began = time.perf_counter()
+        with self.piece.phases(phase, str(action)):
+            yield
+        self.spans.append((str(action), began, time.perf_counter()))
+
+    def _do_forward(
+        self,
+        action: Action,
+        given: torch.Tensor | None,
+        batch: Batch,
+        objective: Any,
+        step: int,
+        add: Callable[[torch.Tensor, Any], None],
+    ) -> torch.Tensor:
+        if given is not None:
+            given.requires_grad_()
+        with self.drawing.microbatch(step, action.microbatch, batch), self._counting(action.stage):
+            with self.drawing.forward(action.stage):
+                found = self._compute(action.stage, given, batch, objective)
+        if action.stage + 1 == self.staged.pipeline.num_stages:
+            loss, num_targets = found
+            add(loss.detach(), num_targets)
+            found = self.scaled(loss)
+        self._kept[action.stage, action.microbatch] = Kept(given, found)
+        self._note_held()
+        return found.detach()
+
+    def _do_backward(self, action: Action, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        key = (action.stage, action.microbatch)
+        kept = self._kept.pop(key)
+        if action.kind == "I":
+            with self._weights.putting_off(key):
+                self._backward(kept, gradient)
+        else:
+            self._backward(kept, gradient)
+        self.piece.after_backward()
+        if kept.given is None:
+            return None
+        return torch.zeros_like(kept.given) if kept.given.grad is None else kept.given.grad
+
+    def _backward(self, kept: Kept, gradient: torch.Tensor | None) -> None:
+        if kept.made.requires_grad:  # not a first stage whose parameters are all frozen
+            kept.made.backward(gradient)
+
+    def _compute(self, stage: int, given: torch.Tensor | None, batch: Batch, objective: Any) -> Any:
+        ranges = self.staged.pipeline.stages.ranges
+        if not self.staged.door.is_rehearsal:
+            self._tell_tokens(batch)
+        with self.staged.door.open(stage, ranges[stage], given):
+            return self.forward(batch, objective)
+
+    def _tell_tokens(self, batch: Batch) -> None:
+        """How long its sequences are, which only the first stage's embedding sees."""
+        if self.piece.tensor_group is not None:
+            self.piece.tensor_group.num_tokens = self._num_tokens[self._form_key(batch)]
+
+    # What is kept
+
+    @contextmanager
+    def _counting(self, stage: int) -> Iterator[None]:
+        """Count what autograd saves in the first forward of each stage."""
+        if not self.counts_saved or stage in self.stage_bytes:
+            yield
+            return
+        saved = SavedBytes()
+        with saved.counting():
+            yield
+        self.stage_bytes[stage] = saved.num_bytes
+
+    def _note_held(self) -> None:
+        held = Counter(stage for stage, _ in self._kept)
+        for stage, count in held.items():
+            self.most_held[stage] = max(self.most_held[stage], count)
+        self.peak_bytes = max(self.peak_bytes, sum(n * self.stage_bytes.get(s, 0) for s, n in held.items()))
+
+    # Forms
+
+    def _form_key(self, batch: Batch) -> Any:
+        shapes = tuple(sorted((name, tuple(t.shape), str(t.dtype)) for name, t in batch.items()))
+        return shapes, self.piece.root.module.training
+
+    def _learn_forms(self, microbatches: Iterable[Batch], objective: Any) -> None:
+        for batch in microbatches:
+            key = self._form_key(batch)
+            if key in self._forms:
+                continue
+            door = self.staged.door
+            door.is_rehearsal = True
+
+            def compute(stage: int, given: torch.Tensor | None, batch: Batch = batch) -> Any:
+                return self._compute(stage, given, batch, objective)
+
+            try:
+                with self.piece.phases("pipeline", "rehearse a microbatch of a new form"):
+                    pipeline = self.staged.pipeline
+                    self._forms[key] = rehearse(
+                        self.piece.root, self.staged.peers, pipeline.rank_of_stage, compute, self.piece.tensor_group
+                    )
+                if self.piece.tensor_group is not None:
+                    self._num_tokens[key] = self.piece.tensor_group.num_tokens
+            finally:
+                door.is_rehearsal = False
+
+    def _post(self, rows: Sequence[Sequence[Action]], microbatches: Sequence[Batch]) -> Post:
+        forms = {
+            (stage, index): form
+            for index, batch in enumerate(microbatches)
+            for stage, form in self._forms[self._form_key(batch)].items()
+        }
+        return Post(self.staged.peers, rows, self.staged.pipeline.rank_of_stage, forms)
+
+    # Without gradients
+
+    def only_forward(self, microbatches: Iterable[Batch], objective: Any) -> Iterator[Any]:
+        """What the objective makes of each microbatch, where the last stage is; None elsewhere. No gradients.
+
+        As many microbatches as there are ranks are under way together.
+        """
+        pipeline = self.staged.pipeline
+        batches = iter(microbatches)
+        while some := list(itertools.islice(batches, pipeline.num_ranks)):
+            self.piece.gather()
+            self._learn_forms(some, objective)
+            rows = [
+                [Action("F", stage, index) for stage in pipeline.stages_of(rank) for index in range(len(some))]
+                for rank in range(pipeline.num_ranks)
+            ]
+            post, found = self._post(rows, some), [None] * len(some)
+            for action in rows[self.staged.peers.rank]:
+                given = self._receive(post, action, is_gradient=False)
+                made = self._compute(action.stage, given, some[action.microbatch], objective)
+                parcel = made_by(action, pipeline.num_stages)
+                if parcel is None:
+                    found[action.microbatch] = made
+                else:
+                    post.hand_on(parcel, made.detach())
+            post.settle()
+            yield from found
+
+    def on_all(self, value: torch.Tensor | None) -> torch.Tensor:
+        """`value` of the rank with the last stage, on every rank of the pipeline. Collective."""
+        return share(self.staged.peers, self.staged.last_rank, value)

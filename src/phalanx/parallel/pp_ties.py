@@ -1,0 +1,79 @@
+"""Parameters that several stages hold (a tied embedding: the first and the last): their gradients are added up.
+
+After data parallelism has reduced its share, once a step, between the ranks that hold the same part. Copies begin
+alike, get the same gradient and are updated alike, so they stay equal to the last bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from phalanx.core.phases import Phases
+from phalanx.mesh.logical import full_name, local_tensor
+from phalanx.parallel.pp import Staged
+from phalanx.parallel.protocol import Order, Workpiece
+from phalanx.plan.plan import Plan
+
+
+class TiedStages:
+    order = Order.UPDATE
+
+    def wanted(self, plan: Plan) -> bool:
+        return plan.layout.pp > 1
+
+    def apply(self, piece: Workpiece) -> None:
+        staged = piece.staged
+        assert staged is not None
+        if staged.copies:
+            module, phases = piece.root.module, piece.phases
+            piece.trained.before_update.append(lambda: add_up(staged, module, phases))
+
+
+@torch.no_grad()
+def add_up(staged: Staged, module: nn.Module, phases: Phases) -> None:
+    """In place. All parameters of one set of holders travel together; each rank adds in the order of the stages."""
+    by_holders: dict[tuple[tuple[int, ...], torch.dtype], list[nn.Parameter]] = {}
+    for raw_name, parameter in module.named_parameters():
+        holders = staged.holders.get(full_name(raw_name))
+        if holders is not None and parameter.requires_grad:
+            by_holders.setdefault((holders, parameter.dtype), []).append(parameter)
+    for (holders, dtype), parameters in sorted(by_holders.items(), key=lambda item: str(item[0])):
+        own = torch.cat([_gradient(p).flatten() for p in parameters]).to(dtype)
+        with phases("collective", "exchange gradients of parameters of several stages"):
+            total = _sum(staged, holders, own)
+        for parameter, part in zip(parameters, total.split([_gradient(p).numel() for p in parameters]), strict=True):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradient = local_tensor(parameter.grad)
+            gradient.copy_(part.view(gradient.shape))
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    if parameter.grad is None:
+        return torch.zeros_like(local_tensor(parameter.detach()))
+    return local_tensor(parameter.grad)
+
+
+def _sum(staged: Staged, holders: tuple[int, ...], own: torch.Tensor) -> torch.Tensor:
+    peers = staged.peers
+    found, works = {peers.rank: own}, []
+    for other in holders:
+        if other != peers.rank:
+            found[other] = torch.empty_like(own)
+            works += [peers.send(own, other), peers.receive(found[other], other)]
+    _wait(works)
+    total = found[holders[0]].clone()
+    for other in holders[1:]:
+        total += found[other]
+    return total
+
+
+def _wait(works: list[Any]) -> None:
+    for work in works:
+        work.wait()
+
+
+parallelism = TiedStages()

@@ -1,0 +1,139 @@
+"""Weight gradients that wait: a schedule that splits backwards does what the stage before waits for first (I), and the
+gradients of weights, which nobody waits for, when there is nothing else to do (W).
+
+Linear layers are split so, which is nearly all of the work; what a block has besides (norms, biases of its own,
+products inside fused operations) is done with I. A W needs no weights, only what went in and what came back: it does
+not matter to it whether weights are still gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+Work = Callable[[], None]
+
+SPLITS = "phalanx_splits_backward"  # attribute of a linear layer whose forward asks for it
+
+
+@dataclass
+class LaterWeights:
+    """What is due, by stage and microbatch."""
+
+    _due: dict[Hashable, list[Work]] = field(default_factory=dict)
+
+    @contextmanager
+    def putting_off(self, key: Hashable) -> Iterator[None]:
+        """Backwards inside leave their weight gradients for `do(key)`."""
+        works = self._due.setdefault(key, [])
+        _OPEN.append(works)
+        try:
+            yield
+        finally:
+            _OPEN.pop()
+
+    @torch.no_grad()
+    def do(self, key: Hashable) -> None:
+        for work in self._due.pop(key):
+            work()
+
+    @property
+    def num_due(self) -> int:
+        return len(self._due)
+
+
+# A backward is asked for by the autograd engine, which hands on no object of ours: this is how it finds where to put
+# what is to wait. One backward runs at a time.
+_OPEN: list[list[Work]] = []
+
+
+def later(work: Work) -> None:
+    """For the backward of an autograd function: do `work`, which only makes gradients of weights, where the schedule
+    has its W; at once outside of a split backward.
+    """
+    if _OPEN:
+        _OPEN[-1].append(work)
+    else:
+        work()
+
+
+def split_linears(module: nn.Module) -> None:
+    """Have every linear layer of `module` put its weight's gradient off where it is asked to."""
+    for part in module.modules():
+        if isinstance(part, nn.Linear):
+            setattr(part, SPLITS, True)
+        if isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward and "forward" not in part.__dict__:
+            part.forward = _Forward(part)  # type: ignore[method-assign]
+
+
+class _Forward:
+    """Stands where `part.forward` stood."""
+
+    def __init__(self, part: nn.Linear) -> None:
+        self._part = part
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        return linear(input, self._part.weight, self._part.bias)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """F.linear, whose weight's gradient can wait."""
+    if not torch.is_grad_enabled() or not weight.requires_grad or not weight.is_leaf or torch.compiler.is_compiling():
+        return F.linear(x, weight, bias)
+    out: torch.Tensor = _Linear.apply(x, weight, bias)
+    return out
+
+
+class _Linear(torch.autograd.Function):
+    """Gradients of weight and bias go to their `.grad` by hand: autograd has no second half of a backward."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        kind = x.device.type
+        cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        ctx.given, used = x.dtype, x if cast is None or x.dtype is torch.float64 else x.to(cast)
+        ctx.save_for_backward(used)
+        # The parameter itself: what a recomputation saves of it would be another tensor, without its gradient.
+        ctx.weight, ctx.bias = weight, bias
+        return F.linear(used, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        weight, bias = ctx.weight, ctx.bias
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad @ weight.detach().to(grad.dtype)).to(ctx.given)
+
+        def work() -> None:
+            rows = grad.reshape(-1, grad.shape[-1])
+            _add(weight, rows.T @ x.reshape(-1, x.shape[-1]).to(rows.dtype))
+            if bias is not None and bias.requires_grad:
+                _add(bias, rows.sum(0))
+
+        if _OPEN:
+            _OPEN[-1].append(work)
+            return grad_x, None, None
+        grad_weight = grad.reshape(-1, grad.shape[-1]).T @ x.reshape(-1, x.shape[-1]).to(grad.dtype)
+        grad_bias = None
+        if bias is not None and ctx.needs_input_grad[2]:
+            grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0).to(bias.dtype)
+        return grad_x, grad_weight.to(weight.dtype), grad_bias
+
+
+def _add(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    gradient = gradient.to(parameter.dtype)
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad += gradient
