@@ -273,7 +273,8 @@ def report(options: argparse.Namespace, body: dict[str, Any]) -> None:
     speed, steps = body["tokens_per_s"], options.warmup + options.repeats
     print(
         f"\n{params / 1e6:.1f} M parameters, {options.batch} x {options.seq_len} tokens a step in "
-        f"{options.microbatches} microbatches, fp32, {NUM_RANKS} ranks, {options.repeats} repeats, torch {torch.__version__}"
+        f"{options.microbatches} microbatches, fp32, {NUM_RANKS} ranks, {options.repeats} repeats, "
+        f"torch {torch.__version__}"
     )
     print(f"one process on one core: {speed[ALONE]:,.0f} tokens/s\n")
     print(

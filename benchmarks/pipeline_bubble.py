@@ -8,10 +8,10 @@ calibrated: with all ranks sleeping, each learns by how much a sleep lasts longe
 is real: processes, the plan, the runtime, its order of actions, messages over gloo, autograd, split backwards.
 
 Predicted is the simulation of the plan's schedule with the stages' waits as costs, and nothing for messages. Measured
-is what the runtime says of begin and end of its actions on one clock; the bubble is the part of all ranks' time from the
-first begin to the last end in which no action ran. In flight are microbatches of one stage whose saved input is alive,
-from when autograd saves it until autograd and the wait for the weights' gradient have let it go. Even stages have two
-blocks each, uneven ones from one to three.
+is what the runtime says of begin and end of its actions, on one clock; the bubble is the part of all ranks' time, from
+the first begin to the last end, in which no action ran. In flight are microbatches of one stage whose saved input is
+alive, from when autograd saves it until autograd and the wait for the weights' gradient have let it go. Even stages
+have two blocks each, uneven ones from one to three.
 """
 
 from __future__ import annotations
