@@ -128,6 +128,16 @@ class ParallelModel:
         return None if self._run is None else self._run.spans
 
     @property
+    def stages_of(self) -> Mapping[str, tuple[int, ...]]:
+        """By full name of this rank's parameters: the pipeline stages that hold each; empty without a pipeline."""
+        return {} if self._piece.staged is None else self._piece.staged.stages
+
+    @property
+    def is_amid_schedule(self) -> bool:
+        """True once an error has left a pipeline's schedule half done: this rank's word alone, the others wait."""
+        return self._run is not None and self._run.is_under_way
+
+    @property
     def most_in_flight(self) -> dict[int, int]:
         """By own pipeline stage: the microbatches whose activations were held at once, at most."""
         return {} if self._run is None else dict(self._run.most_held)
