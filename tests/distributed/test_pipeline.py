@@ -44,9 +44,7 @@ def kind(tied: bool, dtype: str) -> str:
 
 def compute_references(rank: int) -> dict[str, Trace]:
     return {
-        kind(tied, dtype): train_in_microbatches(
-            decoder(tied, dtype), token_batches(), micro=16, lr=LR, max_norm=0.5
-        )
+        kind(tied, dtype): train_in_microbatches(decoder(tied, dtype), token_batches(), micro=16, lr=LR, max_norm=0.5)
         for tied in (True, False)
         for dtype in DTYPES
     }
@@ -147,7 +145,9 @@ def test_uneven_cuts(references: dict[str, Trace]) -> None:
         for cut in some
         for tied in (True, False)
     ]
-    cases += [case(f"zb-v {tied}", tied, pp=4, schedule="zb-v", stage_blocks=(0, 1, 1, 2, 2, 1, 1, 0)) for tied in (1, 0)]
+    cases += [
+        case(f"zb-v {tied}", tied, pp=4, schedule="zb-v", stage_blocks=(0, 1, 1, 2, 2, 1, 1, 0)) for tied in (1, 0)
+    ]
     cases.append(case("zero3", True, pp=2, dp_shard=2, zero_stage=3, stage_blocks=(0, 8)))
     cases.append(case("zero3 head", False, pp=2, dp_shard=2, zero_stage=3, stage_blocks=(8, 0)))
     cases.append(case("tp", True, pp=2, tp=2, stage_blocks=(8, 0)))

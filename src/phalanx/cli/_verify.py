@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from phalanx.launch.supervisor import LaunchSpec, Outcome, supervise
 from phalanx.observe.bus import Bus
 from phalanx.observe.words import plural
 from phalanx.plan.cluster import detect_cluster
+from phalanx.plan.plan import Plan
 from phalanx.verify.cases import (
     SMALL_VOCAB,
     Case,
@@ -35,6 +36,7 @@ from phalanx.verify.cases import (
     make_cases,
     shrunk,
 )
+from phalanx.verify.pipelines import num_blocks_for
 from phalanx.verify.row import ROWS, Row
 
 DTYPES = ("float64", "float32")
@@ -85,13 +87,13 @@ def _choose(request: Request) -> tuple[Job, list[Case], list[str]]:
         key = "kind" if is_foreign(request.model) else "preset"
         overrides = [f"model.{key}={request.model}", *overrides]
     job, notes = load_job(job_file, overrides), []
-    if request.shrink:
-        job, said = shrunk(job)
-        notes.append(f"shrunk  {said or 'nothing: it is small'}")
     parallel = asked_layout(job)
     num_ranks = request.ranks or job.parallel.ranks or _product(parallel) or DEFAULT_RANKS
-    job = judged_job(job, num_ranks)
     layouts = _layouts(request.layouts, parallel, num_ranks)
+    if request.shrink:
+        job, said = shrunk(job, num_blocks=num_blocks_for(keys for _, keys in layouts))
+        notes.append(f"shrunk  {said or 'nothing: it is small'}")
+    job = judged_job(job, num_ranks)
     shape = foreign_shape(job)
     num_params = (shape or shape_of(job, SMALL_VOCAB)).num_params
     if num_params > LARGE_PARAMS:
@@ -105,10 +107,24 @@ def _choose(request: Request) -> tuple[Job, list[Case], list[str]]:
         plan = plans[0]
         notes.append(
             f"judged  {_model_name(job)}, {plan.num_params:,} parameters, on {plural(num_ranks, 'cpu rank')}: "
-            f"{plural(request.steps, 'step')} of {plan.global_batch_size} samples in "
-            f"{plan.num_microbatches} microbatches"
+            f"{plural(request.steps, 'step')} of {plan.global_batch_size} samples in {_in_microbatches(plans)}"
         )
     return job, cases, notes
+
+
+def _in_microbatches(plans: Sequence[Plan]) -> str:
+    counts = {
+        is_cut: {plan.num_microbatches for plan in plans if (plan.pipeline is not None) is is_cut}
+        for is_cut in (False, True)
+    }
+    words = [f"{_listed(counts[False])} microbatches"] if counts[False] else []
+    if counts[True]:
+        words.append(f"{_listed(counts[True])} {'in pipelines' if words else 'microbatches'}")
+    return ", ".join(words)
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return " or ".join(map(str, sorted(numbers)))
 
 
 def _layouts(asked: str, own: dict[str, Any], num_ranks: int) -> list[tuple[str, dict[str, Any]]]:
@@ -128,7 +144,7 @@ def _layouts(asked: str, own: dict[str, Any], num_ranks: int) -> list[tuple[str,
 
 def _product(parallel: dict[str, Any]) -> int:
     product = 1
-    for axis in ("dp_replicate", "dp_shard", "tp"):
+    for axis in ("pp", "dp_replicate", "dp_shard", "tp"):
         product *= parallel.get(axis, 1)
     return product if product > 1 else 0
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import xxhash
@@ -10,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from phalanx.core.errors import LayoutError
+from phalanx.core.errors import LayoutError, PhalanxError
 from phalanx.core.phases import Phases
 from phalanx.core.registry import names
 from phalanx.mesh.blocks import find_blocks
@@ -18,6 +20,7 @@ from phalanx.mesh.logical import full_name
 from phalanx.mesh.mesh import Mesh
 from phalanx.parallel.draws import Draws
 from phalanx.parallel.model import ParallelModel
+from phalanx.parallel.pp_rehearsal import agree
 from phalanx.parallel.protocol import Parallelism, Root, Workpiece
 from phalanx.plan.plan import Plan
 
@@ -88,10 +91,25 @@ def parallelize(
         )
     for transform in transforms():
         if transform.wanted(plan):
-            transform.apply(piece)
+            with _in_all_stages(piece):
+                transform.apply(piece)
     materialize()
     piece.trained.watch()
     return ParallelModel(piece)
+
+
+@contextmanager
+def _in_all_stages(piece: Workpiece) -> Iterator[None]:
+    """What one stage refuses, all of them refuse: they hold different parts of the module."""
+    if piece.staged is None:  # before the stages are cut ranks have the same module, and refuse alike
+        yield
+        return
+    refusal: PhalanxError | None = None
+    try:
+        yield
+    except PhalanxError as error:
+        refusal = error
+    agree(piece.staged.peers, refusal)
 
 
 def _allocate(root: nn.Module, device: torch.device, *, parameters_on_host: bool) -> None:

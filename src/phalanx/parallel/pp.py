@@ -34,7 +34,7 @@ class Staged:
     """What a rank knows of the pipeline it is part of.
 
     `copies`: name -> (which of the ranks this is, how many they are) of parameters that several ranks hold; `holders`:
-    the ranks themselves.
+    the ranks themselves. `stages`: name -> the stages that hold it, of every parameter of this rank.
     """
 
     pipeline: Pipeline
@@ -42,6 +42,7 @@ class Staged:
     door: Door
     copies: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    stages: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def own_stages(self) -> tuple[int, ...]:
@@ -70,7 +71,9 @@ class PipelineStages:
         held.require_one_name()
         piece.absent = held.strip(here, door, piece.mesh.device)
         door.outside = held.outside()
-        holders = {name: ranks for name, ranks in held.by_name(here).items() if len(ranks) > 1}
+        mine = held.by_name(here)
+        holders = {name: ranks for name, ranks in mine.items() if len(ranks) > 1}
+        stages = {name: held.stages_of(name) for name in mine}
         copies = {name: (ranks.index(here), len(ranks)) for name, ranks in holders.items()}
         ranges = pipeline.stages.ranges
         own = [index for stage in pipeline.stages_of(here) for index in range(*ranges[stage])]
@@ -85,7 +88,7 @@ class PipelineStages:
         if any(action.kind == "W" for action in pipeline.schedule().actions[here]) and not piece.plan.compile:
             split_linears(module)
         piece.root.forward = functools.partial(_through_door, door, piece.root.forward)  # type: ignore[method-assign]
-        piece.staged = Staged(pipeline, peers, door, copies, holders)
+        piece.staged = Staged(pipeline, peers, door, copies, holders, stages)
 
 
 def _through_door(door: Door, forward: Callable[..., Any], args: Any, kwargs: Any, then: Any) -> Any:
@@ -176,10 +179,13 @@ class Holding:
                     fix="move it into a block, or do without parallel.pp",
                 )
 
+    def stages_of(self, name: str) -> tuple[int, ...]:
+        """Those that hold a parameter, in ascending order."""
+        return tuple(sorted(self._stages[id(self._by_name[name])]))
+
     def ranks_of(self, name: str) -> tuple[int, ...]:
         """Of the pipeline, in ascending order."""
-        stages = self._stages[id(self._by_name[name])]
-        return tuple(sorted({self._pipeline.rank_of_stage[stage] for stage in stages}))
+        return tuple(sorted({self._pipeline.rank_of_stage[stage] for stage in self.stages_of(name)}))
 
     def require_one_name(self) -> None:
         """Raises LayoutError for a parameter that two ranks would have under different names: in blocks of both."""

@@ -7,7 +7,7 @@ looks whether the model can be cut where it is cut: what is wrong is told on eve
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 import phalanx.core.errors as errors
-from phalanx.core.errors import PhalanxError
+from phalanx.core.errors import LayoutError, PhalanxError
+from phalanx.mesh.logical import full_name
 from phalanx.mesh.tensor_group import TensorGroup
 from phalanx.parallel.pp_links import Form, Peers
 
@@ -36,16 +37,55 @@ def rehearse(
     """The form of the input of each stage but the first. Collective over the ranks of a pipeline.
 
     `group` learns how many tokens there are in all from the first stage, whose embedding knows. Raises the same
-    PhalanxError on all ranks if a stage refuses.
+    PhalanxError on all ranks if a stage refuses, or moves a buffer outside the blocks, of which each stage has its own.
     """
     modes = [(part, part.training) for part in module.modules()]
+    before = {name: buffer.clone() for name, buffer in _persistent_buffers(module)}
     module.eval()  # nothing is drawn, no running statistics move
+
+    def compute_still(stage: int, arrived: torch.Tensor | None) -> Any:
+        found = compute(stage, arrived)
+        _require_unmoved(module, before)
+        return found
+
     try:
         with torch.no_grad():
-            return _through(peers, rank_of_stage, compute, group)
+            return _through(peers, rank_of_stage, compute_still, group)
     finally:
         for part, is_training in modes:
             part.training = is_training
+
+
+def _require_unmoved(module: nn.Module, before: Mapping[str, torch.Tensor]) -> None:
+    for name, buffer in _persistent_buffers(module):
+        if name in before and _differ(buffer, before[name]):
+            raise LayoutError(
+                f"a forward in evaluation moves the buffer {full_name(name)}, and in a pipeline it is called once per "
+                "stage",
+                fix="move it in training alone and inside of a block, keep it out of checkpoints (persistent=False), "
+                "or do without parallel.pp",
+            )
+
+
+def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Without state_dict, whose hooks would free what FSDP has gathered."""
+    for prefix, part in module.named_modules():
+        for key, buffer in part.named_buffers(recurse=False):
+            if key not in part._non_persistent_buffers_set:
+                yield (f"{prefix}.{key}" if prefix else key), buffer
+
+
+def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return not bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def agree(peers: Peers, refusal: PhalanxError | None) -> None:
+    """Collective over the ranks of a pipeline: raises the refusal of the first rank that has one on all of them."""
+    refuses = torch.zeros(len(peers.numbers), dtype=torch.int64, device=peers.device)
+    refuses[peers.rank] = int(refusal is not None)
+    dist.all_reduce(refuses, group=peers.down)
+    for rank in refuses.nonzero().flatten().tolist()[:1]:
+        _told(peers, rank, None, refusal if rank == peers.rank else None)
 
 
 def _through(

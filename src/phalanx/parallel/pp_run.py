@@ -60,6 +60,8 @@ class PipelineRun:
     peak_bytes: int = 0
     sent_bytes: int = 0
     counts_saved: bool = False
+    is_under_way: bool = False
+    """Stays true where an error left a schedule half done: other ranks then wait for this one."""
     _weights: LaterWeights = field(default_factory=LaterWeights)
     _kept: dict[tuple[int, int], Kept] = field(default_factory=dict)
     _forms: dict[Any, dict[int, Form]] = field(default_factory=dict)
@@ -76,12 +78,14 @@ class PipelineRun:
         with self.piece.sync(True):
             self._learn_forms(microbatches, objective)
             post = self._post(schedule.actions, microbatches)
+            self.is_under_way = True
             row = schedule.actions[self.staged.peers.rank]
             for place, action in enumerate(row):
                 self._do(action, post, microbatches, objective, step, add)
                 self._ask_ahead(post, row[place + 1 : place + 3])
             with self.piece.phases("pipeline", "settle sends"):
                 post.settle()
+        self.is_under_way = False
         assert not self._kept, "a schedule that was checked leaves nothing"
         assert not self._weights.num_due, "nor does it leave a W"
 
@@ -270,6 +274,7 @@ class PipelineRun:
                 for rank in range(pipeline.num_ranks)
             ]
             post, found = self._post(rows, some), [None] * len(some)
+            self.is_under_way = True
             for action in rows[self.staged.peers.rank]:
                 given = self._receive(post, action, is_gradient=False)
                 made = self._compute(action.stage, given, some[action.microbatch], objective)
@@ -279,6 +284,7 @@ class PipelineRun:
                 else:
                     post.hand_on(parcel, made.detach())
             post.settle()
+            self.is_under_way = False
             yield from found
 
     def on_all(self, value: torch.Tensor | None) -> torch.Tensor:

@@ -69,6 +69,17 @@ def _masked(targets: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return targets
 
 
+def split_again(steps: Sequence[Sequence[Batch]], num_microbatches: int) -> list[list[Batch]]:
+    """The same rows of each step in the same order, in that many equal microbatches."""
+
+    def split(step: Sequence[Batch]) -> list[Batch]:
+        whole = {key: torch.cat([batch[key] for batch in step]) for key in step[0]}
+        parts = {key: tensor.chunk(num_microbatches) for key, tensor in whole.items()}
+        return [{key: tensors[index] for key, tensors in parts.items()} for index in range(num_microbatches)]
+
+    return [split(step) for step in steps]
+
+
 def share_of(steps: Sequence[Sequence[Batch]], rank: int, data_parallel_size: int) -> list[list[Batch]]:
     """The part of one data-parallel rank: of each microbatch an equal run of rows."""
 

@@ -10,12 +10,14 @@ from typing import Any
 from phalanx.core.errors import LayoutError
 from phalanx.core.registry import names
 from phalanx.job.model import shape_of
+from phalanx.job.pipeline_checks import pipelines_can_do_it
 from phalanx.job.schema import Job, Parallel
 from phalanx.job.shape import ModelShape
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.data_parallel import KEYS
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
+from phalanx.verify import pipelines
 
 NUM_MICROBATCHES = 2
 ROWS_PER_RANK = 2  # of each microbatch
@@ -26,7 +28,8 @@ WAYS = (*KEYS, "blocks_per_unit")
 _WAYS = {key: Parallel.model_fields[key].default for key in WAYS}
 
 
-AXES = ("dp_replicate", "dp_shard", "zero_stage", "tp", "sequence_parallel")
+AXES = ("dp_replicate", "dp_shard", "zero_stage", "tp", "sequence_parallel", *pipelines.AXES)
+_NONE = {key: Parallel.model_fields[key].default for key in AXES}
 
 
 @dataclass(frozen=True)
@@ -40,10 +43,11 @@ class Case:
 
 
 def judged_job(job: Job, num_ranks: int) -> Job:
-    """The job as it is judged: full precision, eager, two microbatches that any layout of the ranks divides."""
+    """The job as it is judged: full precision, eager, a batch that any layout of the ranks can divide."""
     body = job.to_json()
+    rows_per_rank = NUM_MICROBATCHES * ROWS_PER_RANK
     body["train"] |= {
-        "global_batch_size": NUM_MICROBATCHES * ROWS_PER_RANK * num_ranks,
+        "global_batch_size": rows_per_rank * num_ranks * pipelines.batch_factor(job.parallel, rows_per_rank),
         "micro_batch_size": None,
         "compile": False,
     }
@@ -55,15 +59,15 @@ def judged_job(job: Job, num_ranks: int) -> Job:
     return _job(body)
 
 
-def shrunk(job: Job) -> tuple[Job, str]:
-    """A built-in model of two blocks and small widths, in the proportions of the one asked for; and what changed."""
+def shrunk(job: Job, *, num_blocks: int = 2) -> tuple[Job, str]:
+    """A built-in model of few blocks and small widths, in the proportions of the one asked for; and what changed."""
     if job.model.is_foreign:
         raise LayoutError("only built-in models can be shrunk", fix="give your factory smaller model.args")
     shape = shape_of(job, SMALL_VOCAB)
     groups = max(1, shape.num_heads // max(1, shape.num_kv_heads))
     heads = groups * max(1, 4 // groups)
     small: dict[str, Any] = {
-        "num_layers": min(shape.num_layers, max(2, shape.global_every)),
+        "num_layers": min(shape.num_layers, max(2, num_blocks, shape.global_every)),
         "num_heads": heads,
         "num_kv_heads": heads // groups,
         "head_dim": 8,
@@ -83,7 +87,7 @@ def shrunk(job: Job) -> tuple[Job, str]:
 
 def asked_layout(job: Job) -> dict[str, Any]:
     """The axes that the job sets."""
-    keys = (*AXES, "tp_chunks", "compress", "compress_rank", "compress_fraction", *WAYS)
+    keys = (*AXES, "tp_chunks", "compress", "compress_rank", "compress_fraction", *WAYS, *pipelines.OF_THE_MODEL)
     found = {key: getattr(job.parallel, key) for key in keys}
     return {key: value for key, value in found.items() if value != Parallel.model_fields[key].default}
 
@@ -113,6 +117,7 @@ def all_layouts(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
         return
     yield from recomputed(num_ranks)
     yield from data_parallel_variants(num_ranks)
+    yield from pipelines.pipelined(num_ranks)
 
 
 def _data_parallel(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -177,20 +182,33 @@ def make_cases(
     def plan_of(body: Mapping[str, Any]) -> Plan:
         return make_plan(_job(body), cluster=cluster, vocab_size=SMALL_VOCAB, num_ranks=num_ranks, shape=shape)
 
+    num_blocks = (shape or shape_of(job, SMALL_VOCAB)).num_layers
     cases = []
-    for name, parallel in layouts:
+    for name, asked in layouts:
+        parallel = pipelines.with_blocks(asked, num_blocks)
         body = job.to_json()
-        body["parallel"] |= dict.fromkeys(AXES, None) | {"compress": "none"} | _WAYS
+        body["parallel"] |= _NONE | {"compress": "none"} | _WAYS
         for key, value in parallel.items():
             section, _, name_of_key = key.rpartition(".")
             body[section or "parallel"][name_of_key] = value
         try:
-            shares = plan_of(body).layout.data_parallel_size
-            body["train"]["micro_batch_size"] = job.train.global_batch_size // (NUM_MICROBATCHES * shares)
+            if "pp" in parallel:
+                _require_possible(_job(body))
+            else:
+                body["parallel"] |= dict.fromkeys(pipelines.OF_THE_MODEL, ())
+            first = plan_of(body)
+            count = pipelines.num_microbatches(first) or NUM_MICROBATCHES
+            body["train"]["micro_batch_size"] = job.train.global_batch_size // (count * first.layout.data_parallel_size)
             cases.append(Case(name, parallel, plan_of(body)))
         except LayoutError as error:
             cases.append(Case(name, parallel, None, str(error)))
     return cases
+
+
+def _require_possible(job: Job) -> None:
+    """Raises LayoutError for what the job asks for, and a pipeline cannot do."""
+    for found in pipelines_can_do_it.run(job):
+        raise LayoutError(f"{'.'.join(map(str, found.path))} is {found.what}", fix=found.fix)
 
 
 def _job(body: Mapping[str, Any]) -> Job:

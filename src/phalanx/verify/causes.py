@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from phalanx.plan.pipeline.planned import Pipeline
+from phalanx.verify.causes_of_stages import OTHER_MICROBATCH, StageCauses
 from phalanx.verify.compare import NO_DOTS, Comparison
 from phalanx.verify.trace_facts import gradients_of
 
@@ -18,9 +20,10 @@ CUT_WRONG = (
 class Causes:
     """What a difference looks like, in words. `dp`: shares of the batch; `tp`: ranks that work on the same one."""
 
-    def __init__(self, compared: Comparison, *, dp: int, tp: int) -> None:
+    def __init__(self, compared: Comparison, *, dp: int, tp: int, pipeline: Pipeline | None = None) -> None:
         self._compared, self._trace, self._seen = compared, compared.trace, compared.seen
         self._dp, self._tp = dp, tp
+        self._stages = None if pipeline is None else StageCauses(compared, pipeline)
 
     def of_loss(self, found: float, step: int) -> str:
         means = [mean for seen in self._seen for mean in seen["local_means"][step]]
@@ -43,13 +46,16 @@ class Causes:
             return (
                 f"all before it agrees, so it saw other weights: a stale copy, or a forward that changes its own{bias}"
             )
-        if self._tp > 1:
-            return CUT_WRONG
-        return _multiple("it", found / wanted if wanted else math.inf, self._dp)
+        words = [OTHER_MICROBATCH] if self._stages else []
+        words += [CUT_WRONG] if self._tp > 1 else []
+        return "; or ".join(words) or _multiple("it", found / wanted if wanted else math.inf, self._dp)
 
     def of_norm(self, found: float, step: int) -> str:
         if found - found != 0:
             return NOT_FINITE
+        in_stages = self._stages.of_norm(found, step) if self._stages else ""
+        if in_stages:
+            return in_stages
         squares = [sum(d[1] for d in seen["tensors"][gradients_of(step)].values()) for seen in self._seen]
         for rank, square in enumerate(squares):
             if len(squares) > 1 and _near(found, square**0.5):
@@ -99,7 +105,10 @@ class Causes:
                 return self._of_clipping(step, scaled[0]) or _multiple("every gradient", scaled[0], self._dp)
             listed = ", ".join(f"{factor:.4g} x on rank {rank}" for rank, factor in enumerate(scaled[:4]))
             return f"each rank scaled its gradients by a factor of its own ({listed}): clipped by local norms"
-        if len(ranks) < len(self._seen):
+        in_stages = self._stages.of_gradient(kind, name, off) if self._stages else ""
+        if in_stages:
+            return in_stages
+        if len(ranks) < len(self._compared.holders(name)):
             return f"only rank {', '.join(map(str, ranks))} differs: its part was not reduced, or is stale"
         factor = self._compared.factor(kind, [name], ranks[0])
         if factor is not None and abs(factor - 1) > 1e-3:

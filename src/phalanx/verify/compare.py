@@ -6,6 +6,7 @@ count each time, so that the error is never too small.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -28,6 +29,15 @@ class Comparison:
 
     trace: Trace
     seen: Sequence[Mapping[str, Any]]
+
+    @functools.cached_property
+    def stages(self) -> dict[str, tuple[int, ...]]:
+        """Name -> the pipeline stages that hold the parameter."""
+        return {name: tuple(stages) for seen in self.seen for name, stages in seen.get("stages", {}).items()}
+
+    def holders(self, name: str) -> list[int]:
+        """The ranks that have a part of it."""
+        return [rank for rank, seen in enumerate(self.seen) if seen["held"].get(name, "nothing") != "nothing"]
 
     def scalar_error(self, found: float, attribute: str, step: int) -> float:
         wanted = getattr(self.trace.steps[step], attribute)

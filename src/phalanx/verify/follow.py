@@ -27,7 +27,7 @@ class Followed:
     """What one rank saw. `tensors`: set -> name -> dots; `held`: name -> which part this rank holds, in words.
 
     `boxes`: name -> (offset, size, ranks that hold it while they differ in others) of each block of it.
-    `wrong_masks`: (step, from 0; dropout layer; by how much).
+    `stages`: name -> the pipeline stages that hold it. `wrong_masks`: (step, from 0; dropout layer; by how much).
     """
 
     losses: list[float] = field(default_factory=list)
@@ -38,6 +38,7 @@ class Followed:
     tensors: dict[str, dict[str, Dots]] = field(default_factory=dict)
     held: dict[str, str] = field(default_factory=dict)
     boxes: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], int]]] = field(default_factory=dict)
+    stages: dict[str, tuple[int, ...]] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
     wrong_masks: list[tuple[int, str, float]] = field(default_factory=list)
@@ -66,6 +67,7 @@ def follow(
     found.absent = sorted(wanted - set(shards))
     found.held = {name: held_in_words(shard) for name, shard in shards.items()}
     found.boxes = boxes_of(shards)
+    found.stages = dict(model.stages_of)
     place = {"share": model.mesh.data_parallel_rank, "shares": model.plan.layout.data_parallel_size}
     watch = Watch(model.module, seed, **place) if trace.dropped else None
     found.tensors[INITIAL] = compare_blocks(trace, INITIAL, shards)
@@ -74,7 +76,7 @@ def follow(
         optimizer.zero_grad()
         means: list[float] = []
         if watch is not None:
-            watch.begin_step(number + 1, len(next(iter(microbatches[0].values()))))
+            watch.begin_step(number + 1, microbatches)
         sums = model.forward_backward(microbatches, noting(objective, means))
         facts = model.finish_step(sums, max_norm=reference.max_norm)
         found.losses.append(facts.loss)
@@ -125,7 +127,8 @@ def noting(objective: Objective, means: list[float]) -> Objective:
 
     def noted(outputs: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         loss, targets = objective(outputs, batch)
-        means.append(loss.item() / int(targets) if int(targets) else float("nan"))
+        if loss.requires_grad:  # not when a pipeline rehearses
+            means.append(loss.item() / int(targets) if int(targets) else float("nan"))
         return loss, targets
 
     return noted

@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +20,25 @@ from torch import nn
 
 from phalanx.core.errors import ExitCode, LayoutError
 from phalanx.job.schema import Job
-from phalanx.mesh.mesh import open_mesh
+from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.build import build_objective
 from phalanx.nn.objective import CausalOutput
 from phalanx.optim.build import build_optimizer
-from phalanx.parallel.model import Batch
+from phalanx.parallel.model import Batch, ParallelModel
 from phalanx.parallel.parallelize import parallelize, transforms
 from phalanx.plan.coverage import check_rules, whole_by_default
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
-from phalanx.verify.batches import as_dtype, global_steps, share_of
+from phalanx.verify.batches import as_dtype, global_steps, share_of, split_again
 from phalanx.verify.follow import follow, follow_optimizer
 from phalanx.verify.follow_lossy import digests_of, follow_lossy
 from phalanx.verify.lossy import comparable, is_lossy, note_on, tolerance_of, unequal_ranks
 from phalanx.verify.masks import Definition
+from phalanx.verify.pipelines import num_microbatches
 from phalanx.verify.reference import LossSum, evaluate_alone, plain_cross_entropy, train_alone
 from phalanx.verify.row import ROWS, Row
 from phalanx.verify.trace import write_trace
-from phalanx.verify.trace_facts import TRACE, UPDATED, Trace, read_trace
+from phalanx.verify.trace_facts import BUFFERS, TRACE, UPDATED, Trace, read_trace
 from phalanx.verify.untouched import build_untouched, described_failure, probe, taken
 from phalanx.verify.verdict import TOLERANCE, Judge
 
@@ -58,21 +59,52 @@ def main(payload: dict[str, Any]) -> int:
         made = global_steps(job, first, data_dir, num_steps=payload["num_steps"])
         for dtype, cases in itertools.groupby(payload["work"], key=lambda item: item["dtype"]):
             steps = as_dtype(made, getattr(torch, dtype))
-            directory = run_dir / f"reference-{dtype}"
-            failure = ""
-            if mesh.rank == 0 and not (directory / TRACE).exists():
-                failure = _write_reference(directory, job, first, dtype, steps)
-            failure = mesh.gather_json(failure)[0]
-            trace = None if failure else read_trace(directory)
+            references = References(mesh, run_dir, job, first, dtype, steps)
             for case in cases:
-                if trace is None:
-                    row = _refused(case, payload["model"], dtype, failure)
+                trace, mine = references.of(Plan.from_json(case["plan"]))
+                if isinstance(trace, str):
+                    row = _refused(case, payload["model"], dtype, trace)
                 else:
-                    row = judge(job, case, trace, steps, payload["model"])
+                    row = judge(job, case, trace, mine, payload["model"])
                 if mesh.rank == 0:
                     with open(run_dir / ROWS, "a") as file:
                         file.write(json.dumps(row.to_json()) + "\n")
     return ExitCode.OK
+
+
+@dataclass
+class References:
+    """What one process computes, in as many microbatches as a layout wants where that makes a difference."""
+
+    mesh: Mesh
+    run_dir: Path
+    job: Job
+    plan: Plan
+    dtype: str
+    steps: list[list[Batch]]
+    _found: dict[int, Trace | str] = field(default_factory=dict)
+
+    def of(self, plan: Plan) -> tuple[Trace | str, list[list[Batch]]]:
+        """(the trace, or why there is none; the microbatches of each step). Collective.
+
+        Pipelines have more microbatches, of the same rows. Only a module whose rows see each other, or that counts its
+        calls, knows the difference: it then has a reference of its own.
+        """
+        usual = self._of(len(self.steps[0]), self.steps)
+        count = num_microbatches(plan)
+        if isinstance(usual, str) or count in (0, len(self.steps[0])):
+            return usual, self.steps
+        steps = split_again(self.steps, count)
+        return (self._of(count, steps) if usual.mixes_rows or BUFFERS in usual.sizes else usual), steps
+
+    def _of(self, count: int, steps: list[list[Batch]]) -> Trace | str:
+        if count not in self._found:
+            directory, failure = self.run_dir / f"reference-{self.dtype}-{count}", ""
+            if self.mesh.rank == 0 and not (directory / TRACE).exists():
+                failure = _write_reference(directory, self.job, self.plan, self.dtype, steps)
+            failure = self.mesh.gather_json(failure)[0]
+            self._found[count] = failure or read_trace(directory)
+        return self._found[count]
 
 
 def judge(job: Job, case: Mapping[str, Any], trace: Trace, steps: list[list[Batch]], model_name: str) -> Row:
@@ -80,6 +112,7 @@ def judge(job: Job, case: Mapping[str, Any], trace: Trace, steps: list[list[Batc
     began = time.monotonic()
     plan = Plan.from_json(case["plan"])
     tolerance = tolerance_of(plan.compress, TOLERANCE["float32" if trace.narrows else trace.dtype])
+    model: ParallelModel | None = None
     whole, trace = trace, (trace if plan.compress == "none" else comparable(trace, plan.compress))
     try:
         with open_mesh(plan.layout, device="cpu") as inner:
@@ -99,6 +132,8 @@ def judge(job: Job, case: Mapping[str, Any], trace: Trace, steps: list[list[Batc
                 found.tensors[UPDATED] = follow_optimizer(model, optimizer, objective, mine, trace)
             seen = inner.gather_json(found.to_json())
     except LayoutError as error:  # the same on every rank: it is about the module
+        if model is not None and model.is_amid_schedule:
+            raise  # or about this rank alone, for which the others wait
         return _refused(case, model_name, trace.dtype, str(error))
     if plan.layout.tp > 1:
         rules = check_rules(plan.rules, plan.model_shape, plan.layout.tp)
@@ -106,7 +141,9 @@ def judge(job: Job, case: Mapping[str, Any], trace: Trace, steps: list[list[Batc
     if trace.narrows and trace.dtype == "float64":
         notes += ("the module computes in fewer digits than float64 on its way, and is judged by those",)
     dp = plan.layout.data_parallel_size
-    verdict = Judge(trace, seen, tolerance=tolerance, data_parallel_size=dp, tp=plan.layout.tp).verdict()
+    verdict = Judge(
+        trace, seen, tolerance=tolerance, data_parallel_size=dp, tp=plan.layout.tp, pipeline=plan.pipeline
+    ).verdict()
     if plan.compress != "none":
         notes += (note_on(plan.compress, tolerance),)
         unequal = unequal_ranks(seen, trace.order, len(whole.steps) - 1)
@@ -154,7 +191,7 @@ def _write_reference(directory: Path, job: Job, plan: Plan, dtype: str, steps: l
                     other, loss_sum, steps, clip=CLIP, move=MOVE, optimizer=optimizer, around=masks.of
                 )
                 updated = (other, by_optimizer)
-            exact = directory.parent / "reference-float64"
+            exact = directory.parent / directory.name.replace("float32", "float64")
             has_exact = dtype == "float32" and (exact / TRACE).exists()
             evaluate = functools.partial(evaluate_alone, loss_sum=loss_sum, microbatches=steps[-1])
             write_trace(

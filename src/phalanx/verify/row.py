@@ -11,7 +11,10 @@ ROWS = "rows.jsonl"
 
 @dataclass(frozen=True)
 class Difference:
-    """The first thing that differs. `rank` is where most of the error is; `ranks` are all that see one."""
+    """The first thing that differs. `rank` is where most of the error is; `ranks` are all that see one.
+
+    `schedule`: that of a pipeline; `stages`: which of its stages hold the tensor.
+    """
 
     what: str  # "initial weight" | "loss" | "gradient norm" | "gradient" | "weight" | ...
     name: str
@@ -21,6 +24,8 @@ class Difference:
     ranks: tuple[int, ...]
     held: str
     cause: str
+    stages: tuple[int, ...] = ()
+    schedule: str = ""
 
     def __str__(self) -> str:
         name = f" {self.name}" if self.name else ""
@@ -33,7 +38,10 @@ class Difference:
         if self.name:
             more = f" and {len(self.ranks) - 1} more" if len(self.ranks) > 1 else ""
             where = f", on rank {self.rank}{more} ({self.held})"
-        return f"{self.what}{name} is off by {self.error:.1e}{when}{where}"
+        if self.stages:
+            where += f", of stage{'s' if len(self.stages) > 1 else ''} {' and '.join(map(str, self.stages))}"
+        schedule = f", in schedule {self.schedule}" if self.schedule else ""
+        return f"{self.what}{name} is off by {self.error:.1e}{when}{where}{schedule}"
 
 
 @dataclass(frozen=True)

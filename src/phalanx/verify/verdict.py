@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from phalanx.plan.pipeline.planned import Pipeline
 from phalanx.verify.causes import Causes
 from phalanx.verify.compare import NO_DOTS, Comparison
 from phalanx.verify.row import Difference
@@ -27,7 +28,7 @@ class Verdict:
 class Judge:
     """Compares what all ranks of a layout saw with the trace.
 
-    `data_parallel_size`: shares of the batch. `tp`: ranks that work on the same one.
+    `data_parallel_size`: shares of the batch. `tp`: ranks that work on the same one. `pipeline`: how it is cut.
     """
 
     def __init__(
@@ -38,13 +39,17 @@ class Judge:
         tolerance: float,
         data_parallel_size: int,
         tp: int = 1,
+        pipeline: Pipeline | None = None,
     ):
         self._trace, self._seen, self._tolerance = trace, seen, tolerance
         self._compared = Comparison(trace, seen)
-        self._causes = Causes(self._compared, dp=data_parallel_size, tp=tp)
+        self._causes = Causes(self._compared, dp=data_parallel_size, tp=tp, pipeline=pipeline)
+        self._schedule = "" if pipeline is None else pipeline.schedule_name
 
     def verdict(self) -> Verdict:
-        differences = list(self._differences())
+        first = next(self._differences(), None)
+        if first is not None:
+            first = replace(first, schedule=self._schedule, stages=self._compared.stages.get(first.name, ()))
         errors = {
             "loss": self._compared.worst_scalar("losses", "loss"),
             "norm": self._compared.worst_scalar("norms", "grad_norm"),
@@ -57,7 +62,7 @@ class Judge:
                 errors[name] = self._compared.worst(kind)
         if self._trace.evaluation is not None:
             errors["evaluation"] = max(self._compared.evaluation_errors())
-        return Verdict(errors, differences[0] if differences else None, self._eased())
+        return Verdict(errors, first, self._eased())
 
     def _differences(self) -> Iterator[Difference]:
         """In the order in which things go wrong: names, initial weights, then step by step, then weights."""

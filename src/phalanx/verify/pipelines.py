@@ -1,0 +1,108 @@
+"""The pipelines that a model is judged in, by name, and what they need of batch and blocks. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from phalanx.job.schema import Parallel
+from phalanx.plan.pipeline.asked import DEFAULT_SCHEDULE
+from phalanx.plan.pipeline.csv_file import read_schedule
+from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, default_stages_per_rank
+from phalanx.plan.pipeline.planned import FROM_FILE
+from phalanx.plan.plan import Plan
+
+AXES = ("pp", "schedule", "schedule_file", "stages_per_rank", "stage_blocks")
+OF_THE_MODEL = ("first_stage", "last_stage")  # which of its modules these stages hold, in any pipeline
+MICROBATCHES_PER_RANK = 2  # the fewest that every schedule can run
+_OUTSIDE_BLOCKS = 1  # the head can be a stage of its own
+
+Layouts = Iterator[tuple[str, dict[str, Any]]]
+
+
+def pipelined(num_ranks: int) -> Layouts:
+    """Every schedule alone, with FSDP, with TP and with both; what else there is inside of stages with one or two."""
+    for pp in (d for d in range(2, num_ranks + 1) if num_ranks % d == 0):
+        for place, axes in _inside(num_ranks // pp):
+            for schedule in SCHEDULE_NAMES:
+                yield f"pp{pp}{place}-{schedule}", {"pp": pp, "schedule": schedule} | axes
+    yield from _variants(num_ranks)
+
+
+def _inside(rest: int) -> Layouts:
+    """What the `rest` ranks of each stage do: FSDP, TP, and the two together."""
+    if rest == 1:
+        yield "", {}
+        return
+    yield "-zero3", {"dp_shard": rest, "zero_stage": 3}
+    yield f"-tp{rest}", {"tp": rest}
+    if rest % 2 == 0 and rest > 2:
+        yield "-zero3-tp2", {"dp_shard": rest // 2, "zero_stage": 3, "tp": 2}
+
+
+def _variants(num_ranks: int) -> Layouts:
+    """Other ways of data parallelism, of recomputing and of cutting, in a schedule with whole backwards and in one
+    that splits them."""
+    if num_ranks % 2:
+        return
+    rest = num_ranks // 2
+    if rest > 1:
+        ways: dict[str, dict[str, Any]] = {"ddp": {"dp_replicate": rest}}
+        ways |= {f"zero{stage}": {"dp_shard": rest, "zero_stage": stage} for stage in (1, 2)}
+        if rest % 2 == 0 and rest > 2:
+            ways |= {f"hsdp2x{rest // 2}-zero3": {"dp_replicate": 2, "dp_shard": rest // 2, "zero_stage": 3}}
+        for name, axes in ways.items():
+            for schedule in ("1f1b", "zb-v"):
+                yield f"pp2-{name}-{schedule}", {"pp": 2, "schedule": schedule} | axes
+    fsdp = {"dp_shard": rest, "zero_stage": 3} if rest > 1 else {}
+    place = "-zero3" if rest > 1 else ""
+    for how, schedule in (("full", "zb-v"), ("selective", "1f1b"), ("sqrt", "interleaved-zero-bubble")):
+        axes = {"pp": 2, "schedule": schedule} | fsdp
+        yield f"pp2{place}-{how}-{schedule}", axes | {"train.recompute": how}
+    yield f"pp2{place}-uneven-1f1b", {"pp": 2, "schedule": "1f1b", "stage_blocks": UNEVEN} | fsdp
+
+
+UNEVEN = "uneven"  # all blocks but one in the last stage: how many these are is known when there is a model
+
+
+def with_blocks(parallel: Mapping[str, Any], num_blocks: int) -> dict[str, Any]:
+    """The same for a model of `num_blocks`."""
+    if parallel.get("stage_blocks") != UNEVEN:
+        return dict(parallel)
+    return {**parallel, "stage_blocks": (1, max(0, num_blocks - 1))}
+
+
+def num_microbatches(plan: Plan) -> int:
+    """In which a pipeline's share of the batch is judged; 0 for what is no pipeline."""
+    if plan.pipeline is None:
+        return 0
+    if plan.pipeline.schedule_name == FROM_FILE:
+        return plan.pipeline.num_microbatches
+    return MICROBATCHES_PER_RANK * plan.layout.pp
+
+
+def num_blocks_for(layouts: Iterable[Mapping[str, Any]]) -> int:
+    """How many blocks a model must have for all of these layouts: of a pipeline one less than its stages."""
+    needed = 0
+    for parallel in layouts:
+        if (parallel.get("pp") or 1) > 1:
+            needed = max(needed, _num_stages(parallel))
+    return max(0, needed - _OUTSIDE_BLOCKS)
+
+
+def _num_stages(parallel: Mapping[str, Any]) -> int:
+    file = parallel.get("schedule_file")
+    if file is not None:
+        return read_schedule(Path(file)).num_stages
+    per_rank = parallel.get("stages_per_rank")
+    return int(parallel["pp"] * (per_rank or default_stages_per_rank(parallel.get("schedule") or DEFAULT_SCHEDULE)))
+
+
+def batch_factor(parallel: Parallel, rows_per_rank: int) -> int:
+    """How many times larger a batch of `rows_per_rank` must be so that a schedule from a file has its microbatches."""
+    if (parallel.pp or 1) == 1 or parallel.schedule_file is None:
+        return 1
+    num_microbatches = read_schedule(Path(parallel.schedule_file)).num_microbatches
+    return num_microbatches // math.gcd(num_microbatches, rows_per_rank * parallel.model_parallel_size)
