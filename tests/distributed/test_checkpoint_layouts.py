@@ -166,7 +166,7 @@ def test_restored_under_every_layout(num_ranks: int, saved: Any) -> None:
     """Every bit of weights, moments and counts; and the next step's loss is the same in all of them."""
     root, found = saved
     tensors = {name: values for name, (values, _) in found.items()}
-    outcomes = run_ranks(num_ranks, load_each, num_ranks, root, tensors)
+    outcomes = run_ranks(num_ranks, load_each, num_ranks, root, tensors, deadline_s=600.0)
     assert len(outcomes[0]) == len(WITH_PIPELINES[num_ranks]) * len(found)
     for outcome in outcomes:
         for case, (wrong, step, loss) in outcome.items():
