@@ -16,7 +16,7 @@ from phalanx.plan.choose import choose
 from phalanx.plan.cluster import Cluster, detect_cluster
 from phalanx.plan.lossy import lossy_choices, require_whole_copies
 from phalanx.plan.pipeline.asked import asked_schedule
-from phalanx.plan.pipeline.stages import with_pipeline
+from phalanx.plan.pipeline.stages import sized_pipeline
 from phalanx.plan.plan import Candidate, Plan, job_digest
 from phalanx.plan.ranks import choose_ranks, split_batch, tensor_parallel_degree
 from phalanx.plan.recompute import with_recompute
@@ -55,7 +55,7 @@ def make_plan(
     reasons = [why]
     pipeline = None
     if asked is not None:
-        work, pipeline = with_pipeline(job, shape, asked, work, ranks, reasons)
+        work, pipeline = sized_pipeline(job, shape, asked, work, ranks, reasons)
     else:
         work = with_recompute(job, shape, work, reasons)
     weighing = Weighing(shape, work, ranks, capacity_of(job, cluster, ranks), cluster.device, pipeline)

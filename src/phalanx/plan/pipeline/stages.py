@@ -17,6 +17,7 @@ from phalanx.plan.pipeline.cut import LayerCosts, Stages, check_cut
 from phalanx.plan.pipeline.memory import rank_activations
 from phalanx.plan.pipeline.parts import costs_of, parts_of
 from phalanx.plan.pipeline.planned import FROM_FILE, Pipeline, named_pipeline
+from phalanx.plan.pipeline.remedies import LIMIT, enough_microbatches
 from phalanx.plan.pipeline.spread import cut_for_ranks
 from phalanx.plan.recompute import job_segments, said, within_budget
 from phalanx.plan.segments import Segment
@@ -49,6 +50,25 @@ def with_pipeline(
     size = max(rank_activations(here, work, pipeline)) if shape.is_known else 0
     reasons += said(job, shape, work.segments or (), size)
     return work, replace(pipeline, costs=seconds)
+
+
+def sized_pipeline(
+    job: Job, shape: ModelShape, asked: Asked, work: Workload, num_ranks: int, reasons: list[str]
+) -> tuple[Workload, Pipeline]:
+    """`with_pipeline`; with more and smaller microbatches where the job leaves their size open, the stages as they
+    were cut would wait too long, and that helps."""
+    of_first: list[str] = []
+    found, pipeline = with_pipeline(job, shape, asked, work, num_ranks, of_first)
+    timeline = pipeline.timeline()
+    if job.train.micro_batch_size is None and timeline is not None and timeline.bubble > LIMIT:
+        share = work.micro_batch_size * work.num_microbatches
+        enough = enough_microbatches(pipeline, share)
+        if enough is not None and enough[1]:
+            count = enough[0]
+            more = replace(work, micro_batch_size=share // count, num_microbatches=count)
+            return with_pipeline(job, shape, asked, more, num_ranks, reasons)
+    reasons += of_first
+    return found, pipeline
 
 
 def _uncosted(job: Job, asked: Asked, work: Workload, stages: Stages) -> Pipeline:
