@@ -87,7 +87,9 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Do
     write_text(folder / "text")
     job = ("train", *TINY, *LAYOUT, "data.source=text", "train.steps=12", "checkpoint.every_steps=4")
     job += ("checkpoint.asynchronous=false", "optim.lr=0.01")
-    faults = '"kill:rank=1,step=3,phase=backward", "kill:rank=0,step=7,phase=pipeline", "kill:rank=1,step=9,phase=forward"'
+    faults = (
+        '"kill:rank=1,step=3,phase=backward", "kill:rank=0,step=7,phase=pipeline", "kill:rank=1,step=9,phase=forward"'
+    )
     by_hand = '"kill:rank=0,step=6,phase=backward"'
     commands = {
         "straight": [*job, "run.dir=straight"],
@@ -105,7 +107,11 @@ def test_a_killed_stage_starts_again_where_the_run_was(killed: tuple[Path, dict[
     folder, done = killed
     assert (done["straight"].code, done["restarted"].code) == (0, 0), done["restarted"].err
     failures = events(folder / "restarted", RankFailed)
-    assert [(e.event.failed_rank, e.event.phase) for e in failures] == [(1, "backward"), (0, "pipeline"), (1, "forward")]
+    assert [(e.event.failed_rank, e.event.phase) for e in failures] == [
+        (1, "backward"),
+        (0, "pipeline"),
+        (1, "forward"),
+    ]
     assert loss_curve(folder / "restarted") == loss_curve(folder / "straight")
     assert list(loss_curve(folder / "straight")) == list(range(1, 13))
     assert weights(folder / "restarted") == weights(folder / "straight")

@@ -35,7 +35,6 @@ from pipelines import (
     OBJECTIVE,
     SEED,
     Case,
-    follow,
     in_pipelines,
     own_microbatches,
     pipeline_plan,
@@ -100,9 +99,7 @@ def zoo_case(name: str, **parallel: Any) -> Case:
     return Case(f"{name} {parallel}", partial(filled, CAN_BE_CUT[name]), parallel, reference=name, **options)
 
 
-def require_parity(
-    num_ranks: int, cases: list[Case], traces: dict[str, Trace], tolerance: float = 1e-10
-) -> None:
+def require_parity(num_ranks: int, cases: list[Case], traces: dict[str, Trace], tolerance: float = 1e-10) -> None:
     found = run_ranks(num_ranks, in_pipelines, num_ranks, cases, traces)
     off = {
         one.name: worst([mine[place] for mine in found], traces[one.reference], tolerance)
@@ -244,10 +241,9 @@ def test_a_model_that_recomputes_its_blocks_itself_is_refused() -> None:
 # Models of every style, and what is done to them
 
 
-
-STYLES = {
-    name: replace(found, num_layers=LAYERS) for name, found in SHAPES.items() if name != "vit"
-} | {"vit": replace(SHAPES["vit"], num_layers=LAYERS)}
+STYLES = {name: replace(found, num_layers=LAYERS) for name, found in SHAPES.items() if name != "vit"} | {
+    "vit": replace(SHAPES["vit"], num_layers=LAYERS)
+}
 
 
 def styled(name: str) -> nn.Module:

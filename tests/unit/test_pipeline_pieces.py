@@ -51,7 +51,7 @@ def test_a_stand_in_is_used_before_the_blocks_of_a_later_stage_alone() -> None:
         assert bool(used.isnan().all())
         assert door.window is not None
         door.window.place = "between"
-        with pytest.raises(LayoutError, match="used between the blocks, and stage 1 .*make it a part of the blocks"):
+        with pytest.raises(LayoutError, match=r"used between the blocks, and stage 1 .*make it a part of the blocks"):
             F.embedding(torch.tensor([0]), found)
         with pytest.raises(LayoutError, match="in the block's own forward alone"):
             inside.sum()
@@ -97,7 +97,13 @@ def guarded(num_stages: int) -> tuple[Chain, Door]:
     return chain, door
 
 
-CUTS = [((0, 2), (2, 4)), ((0, 0), (0, 3), (3, 4)), ((0, 4), (4, 4)), ((0, 0), (0, 4), (4, 4)), ((0, 1), (1, 2), (2, 4))]
+CUTS = [
+    ((0, 2), (2, 4)),
+    ((0, 0), (0, 3), (3, 4)),
+    ((0, 4), (4, 4)),
+    ((0, 0), (0, 4), (4, 4)),
+    ((0, 1), (1, 2), (2, 4)),
+]
 
 
 @pytest.mark.parametrize("cut", CUTS)
