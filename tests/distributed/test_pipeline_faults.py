@@ -63,7 +63,8 @@ def test_a_stage_that_raises_amid_a_schedule_stops_all_and_is_named(tmp_path: Pa
     """Rank 3 of 4, in microbatch 2's backward: the others wait for what it never sends."""
     write_text(tmp_path / "text")
     (tmp_path / "breaking.py").write_text(BREAKING)
-    job = ("data.source=text", "train.micro_batch_size=1", "parallel.ranks=4", "parallel.pp=4", "run.dir=broken")
+    job = ("data.source=text", "train.micro_batch_size=1", "parallel.ranks=4", "parallel.pp=4")
+    job += ("parallel.stage_blocks=[1,1,1,1]", "run.dir=broken")
     done = run("train", *WITHOUT_MODEL, *job, "model.kind=breaking:build", cwd=tmp_path)
     assert done.code == 10, done.err
     lines = done.err.splitlines()
