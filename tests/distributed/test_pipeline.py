@@ -62,7 +62,7 @@ def case(name: str, tied: bool, dtype: str = "fp64", *, how: dict[str, Any] | No
 
 
 def require_parity(num_ranks: int, cases: list[Case], references: dict[str, Trace]) -> None:
-    found = run_ranks(num_ranks, in_pipelines, num_ranks, cases, references)
+    found = run_ranks(num_ranks, in_pipelines, num_ranks, cases, references, deadline_s=900.0)
     off = {}
     for place, one in enumerate(cases):
         off[one.name] = worst([mine[place] for mine in found], references[one.reference], TOLERANCE[one.reference[-4:]])

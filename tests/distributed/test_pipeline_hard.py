@@ -100,7 +100,7 @@ def zoo_case(name: str, **parallel: Any) -> Case:
 
 
 def require_parity(num_ranks: int, cases: list[Case], traces: dict[str, Trace], tolerance: float = 1e-10) -> None:
-    found = run_ranks(num_ranks, in_pipelines, num_ranks, cases, traces)
+    found = run_ranks(num_ranks, in_pipelines, num_ranks, cases, traces, deadline_s=900.0)
     off = {
         one.name: worst([mine[place] for mine in found], traces[one.reference], tolerance)
         for place, one in enumerate(cases)
@@ -120,6 +120,10 @@ DATA_PARALLEL = {
     "zero3": {"dp_shard": 2, "zero_stage": 3},
 }
 # Statistics of a microbatch: of all ranks under the plan's default, which the reference of MICRO rows does not have.
+FSDP_REFUSES = [
+    ("in place", "zero2"),
+    ("in place", "zero3"),
+]  # FSDP2 hooks what blocks are given: torch forbids it then
 PER_SAMPLE = [name for name in CAN_BE_CUT if name != "BatchNorm inside"]
 
 
@@ -139,7 +143,8 @@ def test_modules_of_others_with_all_data_parallelism(zoo_traces: dict[str, Trace
         zoo_case(name, pp=2, schedule=schedule, **how)
         for name in PER_SAMPLE
         for schedule in ("gpipe", "interleaved", "zb-v", "dualpipe-v", "1f1b")
-        for how in DATA_PARALLEL.values()
+        for kind, how in DATA_PARALLEL.items()
+        if (name, kind) not in FSDP_REFUSES
     ]
     require_parity(4, cases, zoo_traces)
 
@@ -299,6 +304,20 @@ def test_models_of_every_style_and_every_recomputation() -> None:
     cases += [style_case("gpt2", mode, schedule="interleaved-zero-bubble", **sharded) for mode in ("selective", "sqrt")]
     cases.append(style_case("gemma3 with untied head", "full", pp=2, tp=2, schedule="zb-v"))
     require_parity(4, cases, traces)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_blocks() -> None:
+    """Also under a schedule that splits backwards, which compiled code does not do: a B in two halves is whole in I."""
+    traces = run_ranks(1, style_references)[0]
+    cases = [
+        replace(one, how={"train": {**RECOMPUTED[mode], "compile": True}})
+        for mode in ("none", "full")
+        for one in (style_case("gpt2", mode, pp=2), style_case("gpt2", mode, pp=2, schedule="zb-v"))
+    ]
+    require_parity(2, cases, traces, tolerance=1e-9)
 
 
 # Dropout
