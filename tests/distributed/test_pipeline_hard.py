@@ -119,11 +119,11 @@ DATA_PARALLEL = {
     "zero2": {"dp_shard": 2, "zero_stage": 2},
     "zero3": {"dp_shard": 2, "zero_stage": 3},
 }
-# Statistics of a microbatch: of all ranks under the plan's default, which the reference of MICRO rows does not have.
 FSDP_REFUSES = [
     ("in place", "zero2"),
     ("in place", "zero3"),
 ]  # FSDP2 hooks what blocks are given: torch forbids it then
+# Statistics of a microbatch: of all ranks under the plan's default, which the reference of MICRO rows does not have.
 PER_SAMPLE = [name for name in CAN_BE_CUT if name != "BatchNorm inside"]
 
 
