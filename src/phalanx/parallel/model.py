@@ -373,7 +373,7 @@ class ParallelModel:
         if finite:
             if max_norm is not None and norm > max_norm:
                 factor *= max_norm / norm
-            if factor != 1.0:
+            if factor != 1.0 and gradients:  # a stage may be frozen
                 with self.phases("optimizer"):
                     torch._foreach_mul_(gradients, factor)
         facts = StepFacts(loss, int(num_targets), norm, finite, tuple(reduced), sent_bytes, sent_tp_bytes)

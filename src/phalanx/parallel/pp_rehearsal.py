@@ -60,7 +60,7 @@ def _require_unmoved(module: nn.Module, before: Mapping[str, torch.Tensor]) -> N
     for name, buffer in _persistent_buffers(module):
         if name in before and _differ(buffer, before[name]):
             raise LayoutError(
-                f"a forward in evaluation moves the buffer {full_name(name)}, and in a pipeline it is called once per "
+                f"a forward in evaluation moves the buffer {full_name(name).removeprefix('module.')}, and in a pipeline it is called once per "
                 "stage",
                 fix="move it in training alone and inside of a block, keep it out of checkpoints (persistent=False), "
                 "or do without parallel.pp",
