@@ -1,4 +1,4 @@
-"""`verify` finds bugs planted in pipelines, names tensor, stage, schedule and likely cause. Without them all is equal."""
+"""`verify` finds bugs planted in pipelines, names tensor, stage, schedule and likely cause; else all rows are equal."""
 
 from __future__ import annotations
 
