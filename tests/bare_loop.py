@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,3 +60,38 @@ def error(off: torch.Tensor, reference: torch.Tensor, gradients: Tensors) -> flo
     scale = sum(g.double().square().sum() for g in gradients.values()).item() ** 0.5
     floor = 1e-3 * scale / len(gradients) ** 0.5
     return off.double().norm().item() / max(reference.double().norm().item(), floor)
+
+
+def train_in_microbatches(
+    module: nn.Module,
+    batches: Sequence[Mapping[str, torch.Tensor]],
+    *,
+    micro: int,
+    lr: float,
+    max_norm: float | None,
+    around: Any = None,
+) -> Trace:
+    """Steps of SGD over microbatches of `micro` rows: what a statistic over a microbatch sees. Parameters may be frozen
+    or unused. `around(step, first_row)` is a context that each forward runs in."""
+    trace = Trace(before={name: p.detach().clone() for name, p in module.named_parameters()})
+    for step, batch in enumerate(batches):
+        loss_sum, num_targets = 0.0, int((batch["targets"] != -100).sum())
+        module.zero_grad()
+        for row in range(0, len(batch["targets"]), micro):
+            part = {key: tensor[row : row + micro] for key, tensor in batch.items()}
+            named = {key: part[key] for key in part if key not in ("inputs", "targets")}
+            with around(step, row) if around is not None else nullcontext():
+                logits, targets = logits_of(module(part["inputs"], **named)), part["targets"]
+            total = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=-100, reduction="sum")
+            (total / num_targets).backward()
+            loss_sum += total.item()
+        having = {name: p for name, p in module.named_parameters() if p.grad is not None}
+        norm = sum(p.grad.double().square().sum() for p in having.values()) ** 0.5
+        factor = max_norm / norm if max_norm is not None and norm > max_norm else 1.0
+        trace.losses.append(loss_sum / num_targets)
+        trace.norms.append(float(norm))
+        with torch.no_grad():
+            for parameter in having.values():
+                parameter -= lr * factor * parameter.grad
+    trace.after = {name: p.detach().clone() for name, p in module.named_parameters()}
+    return trace

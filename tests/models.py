@@ -33,6 +33,13 @@ def decoder(*, tied: bool, dtype: torch.dtype) -> Decoder:
     return module.to(dtype)
 
 
+def decoder_of(num_layers: int) -> Decoder:
+    """Deep enough to be cut; tied, in fp64."""
+    module = Decoder(shape(num_layers=num_layers))
+    fill(module)
+    return module.to(torch.float64)
+
+
 @torch.no_grad()
 def fill(module: nn.Module) -> None:
     generator = torch.Generator().manual_seed(11)

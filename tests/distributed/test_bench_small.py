@@ -6,7 +6,9 @@ import json
 import math
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from phalanx.bench.__main__ import parse, run
 from phalanx.bench.cases import BARE, CEILING, PHALANX, Case, Row
 from phalanx.core.errors import ExitCode
 from phalanx.core.units import MIB
+from phalanx.plan.pipeline.generate import SCHEDULE_NAMES
 
 TINY = Case(dim=64, num_layers=1, vocab_size=256, precision="fp32", micro_batch_size=4, num_microbatches=2, seq_len=32)
 WARMUP, STEPS = 2, 12
@@ -72,3 +75,36 @@ def test_checkpoints_are_measured_beside_dcp(tmp_path: Path) -> None:
     assert all(len(values) == 1 and values[0] >= 0 for values in found["seconds"].values())
     assert "nan" not in done.stdout
     assert "stall ÷ plain copy" in done.stdout
+
+
+def test_pipelines_are_measured_beside_torchs(tmp_path: Path) -> None:
+    """A model of nothing: both sides of every schedule train as one process does, and each has its numbers."""
+    found = measured("pipeline.py", tmp_path / "found")
+    for schedule, num_stages in (("1f1b", 2), ("gpipe", 2), ("interleaved", 4)):
+        row = found[schedule]
+        assert len(row["cut"]) == num_stages
+        assert sum(row["cut"]) == 4
+        assert len(row["ratios"]) == 2
+        assert min(row["ratios"]) > 0
+        assert row["loss_apart"] == pytest.approx({"phalanx": 0.0, "torch": 0.0}, abs=2e-6)
+    assert set(found["tokens_per_s"]) > {"one process", "phalanx 1f1b", "torch 1f1b"}
+
+
+def test_bubbles_are_measured_on_every_schedule(tmp_path: Path) -> None:
+    """Blocks that wait a millisecond: every rank does the schedule's actions in order, and holds what it says."""
+    rows = measured("pipeline_bubble.py", tmp_path / "found")
+    assert [(row["stages"], row["schedule"]) for row in rows] == list(product(("even", "uneven"), SCHEDULE_NAMES))
+    for row in rows:
+        assert row["measured_in_flight"] == row["predicted_in_flight"], row
+        assert row["left_in_flight"] == [0] * 4, row
+        assert all(0 < bubble < 1 for bubble in (row["predicted_bubble"], *row["measured_bubbles"])), row
+
+
+def measured(script: str, out: Path) -> Any:
+    """What benchmarks/`script` --quick leaves in its file of numbers."""
+    path = Path(__file__).parents[2] / "benchmarks" / script
+    command = [sys.executable, str(path), "--quick", "--json", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "nan" not in done.stdout
+    return json.loads(out.read_text())

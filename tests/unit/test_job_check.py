@@ -138,6 +138,62 @@ def test_checks_read_keys_that_exist():
             "parallel.ranks=2 parallel.tp=2 parallel.dp_shard=2",
             "parallel.dp_shard: dp_shard 2 does not divide 1 ranks, what tp 2 leaves of 2",
         ),
+        ("parallel.ranks=6 parallel.pp=4", "parallel.pp: pp 4 does not divide the 6 ranks; nearest pp: 3 or 6"),
+        (
+            "parallel.ranks=8 parallel.pp=3 parallel.tp=4",
+            "parallel.tp: pp 3 x tp 4 = 12 does not divide the 8 ranks; nearest: pp=2 x tp=4",
+        ),
+        (
+            "parallel.ranks=8 parallel.pp=2 parallel.dp_replicate=2 parallel.dp_shard=3",
+            "parallel.dp_shard: dp_replicate 2 x dp_shard 3 x pp 2 makes 12 ranks, and parallel.ranks is 8; "
+            "nearest: dp_replicate 2 x dp_shard 2, or ranks 12",
+        ),
+        (
+            "parallel.ranks=8 parallel.pp=2 parallel.tp=2 parallel.dp_shard=3",
+            "parallel.dp_shard: dp_shard 3 does not divide 2 ranks, what pp 2 x tp 2 leaves of 8",
+        ),
+        (
+            "parallel.ranks=12 parallel.pp=2",
+            "parallel.pp: a global batch of 32 sequences cannot be shared evenly by 6 ranks",
+        ),
+        (
+            "parallel.pp=2 parallel.dp_replicate=2 parallel.dp_shard=1 resilience.inject=['kill:rank=4']",
+            "resilience.inject[0]: 'kill:rank=4' strikes rank 4, which does not exist; ranks are 0 to 3",
+        ),
+        *(
+            (f"parallel.{key}", f"parallel.{key.partition('=')[0]}: is for pipeline parallelism, and parallel.pp is 1")
+            for key in (
+                "schedule=gpipe",
+                "schedule_file=a.csv",
+                "stages_per_rank=2",
+                "stage_blocks=[1,1]",
+                "first_stage=['embed']",
+                "last_stage=['norm']",
+            )
+        ),
+        (
+            "parallel.pp=2 parallel.schedule_file=a.csv parallel.schedule=gpipe",
+            "parallel.schedule: is said by parallel.schedule_file already; remove one of them",
+        ),
+        (
+            "parallel.pp=2 parallel.schedule_file=a.csv parallel.stages_per_rank=2",
+            "parallel.stages_per_rank: is said by parallel.schedule_file already",
+        ),
+        ("parallel.pp=2 parallel.compress=bf16", "parallel.compress: not with parallel.pp: "),
+        (
+            "parallel.pp=2 parallel.zero_stage=3 parallel.accumulate=sharded",
+            "parallel.accumulate: not with parallel.pp: gradients stay whole until the last microbatch",
+        ),
+        (
+            "parallel.pp=2 parallel.zero_stage=3 parallel.offload=parameters",
+            "parallel.offload: not with parallel.pp: the parameters of a stage are gathered once for the whole step; "
+            'set it to "optimizer" or "none", or parallel.pp=1',
+        ),
+        (
+            "parallel.pp=2 train.offload_activations=true",
+            "train.offload_activations: not with parallel.pp: microbatches are in flight together",
+        ),
+        ("parallel.schedule=gpip parallel.pp=2", 'parallel.schedule: wanted one of "gpipe", "1f1b", "interleaved", '),
         ("parallel.rules.head=3", "parallel.rules.head: wanted a string, was given 3; put it in quotes"),
         ("parallel.ranks=8 parallel.dp_shard=3", "parallel.dp_shard: dp_shard 3 does not divide the 8 ranks"),
         ("train.steps=9 optim.warmup_steps=10", "optim.warmup_steps: a warm-up of 10 steps is longer than the 9 steps"),

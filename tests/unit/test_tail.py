@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from phalanx.observe import tail as reading
 from phalanx.observe.bus import Bus, event_path
-from phalanx.observe.events import CheckpointFailed, Envelope, EvalFinished, Event, Note, RestartScheduled, StepSkipped
+from phalanx.observe.events import (
+    EVENTS,
+    CheckpointFailed,
+    Envelope,
+    EvalFinished,
+    Event,
+    Note,
+    RestartScheduled,
+    StepSkipped,
+)
 from phalanx.observe.tail import EventTail, read_event, recorded
 
 
@@ -118,3 +129,9 @@ def test_events_of_one_kind_are_found_again(tmp_path: Path) -> None:
     found = list(recorded(tmp_path, EvalFinished))
     assert [envelope.event.step for envelope in found if isinstance(envelope.event, EvalFinished)] == [1, 2, 3]
     assert list(recorded(tmp_path / "absent", EvalFinished)) == []
+
+
+def test_every_type_of_field_can_be_read() -> None:
+    """A field of a type that reading does not know would end whoever reads the file."""
+    unknown = {item.type for kind in EVENTS.values() for item in fields(kind)} - set(reading._FITS)
+    assert not unknown

@@ -19,6 +19,7 @@ from phalanx.plan.warnings import RULES, DataFacts, SourceFacts
 
 GPU = Cluster("cuda", 1, 80 * 2**30)
 OWN = ("model.kind=mine:build", "model.objective=mine:objective")
+PIPELINE = ("parallel.ranks=4", "parallel.pp=4", "model.num_layers=12")
 
 
 def tokens(num_train: int, num_held_out: int = 10**6) -> DataFacts:
@@ -132,6 +133,16 @@ FIRES = {
     "fp32_on_gpu": [
         ({"overrides": OWN, "cluster": GPU, "num_params": 50_000_000}, ["50.0 M parameters", "precision.compute=bf16"])
     ],
+    "pipeline_bubble": [
+        (  # equal stages would wait 3 / (2 + 3)
+            {"overrides": (*PIPELINE, "train.micro_batch_size=8")},
+            ["wait 60% of each step", "2 microbatches on 4 ranks", "train.micro_batch_size=1 (16 microbatches: "],
+        ),
+        (
+            {"overrides": (*PIPELINE, "train.global_batch_size=4", "train.micro_batch_size=1")},
+            ["4 microbatches on 4 ranks", "train.global_batch_size=16 with train.micro_batch_size=1", "=interleaved ("],
+        ),
+    ],
 }
 FIRES_FLAT = [
     pytest.param(code, case, words, id=f"{code}-{i}")
@@ -171,6 +182,9 @@ SILENT = [
     ("fp32_on_gpu", {"overrides": (*OWN, "precision.compute=bf16"), "cluster": GPU, "num_params": 50_000_000}),
     ("fp32_on_gpu", {"overrides": OWN, "num_params": 50_000_000}),
     ("fp32_on_gpu", {"overrides": OWN, "cluster": GPU}),
+    ("pipeline_bubble", {"overrides": PIPELINE}),
+    ("pipeline_bubble", {"overrides": (*PIPELINE, "train.micro_batch_size=1")}),
+    ("pipeline_bubble", {"overrides": ("parallel.ranks=4", "train.micro_batch_size=4")}),
 ]
 
 

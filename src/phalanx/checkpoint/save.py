@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -59,7 +59,8 @@ def save(
     """Write the checkpoint of `step` into `store`. Collective.
 
     `shards` are those that this rank holds, or what `owned` made of them: nothing else is read. `before_commit` is
-    called when every rank's part is written, before there is a checkpoint.
+    called when every rank's part is written, before there is a checkpoint. `facts` may differ between stages of a
+    pipeline in what they know of: the manifest has all of it, and of what several know what the first rank says.
 
     With `incremental`, what the checkpoint before holds already is linked to it, or copied by the store.
 
@@ -79,8 +80,11 @@ def save(
             with agreed(group, draft.url, "writing a checkpoint") as outcome:
                 earlier = earlier_checkpoint(store.folder(before_name)) if before_name else None
                 outcome["mine"] = _write_mine(draft, shards, group.rank, earlier) | {"aliases": dict(aliases)}
+                if group.layout.pp > 1:  # only then do ranks know of different things
+                    outcome["mine"]["facts"] = dict(facts)
             parts = outcome["all"]
-        manifest = _assemble(step, job_digest, group, facts, parts, epoch)
+        known = reduce(_together, (part["facts"] for part in parts if "facts" in part), {}) or facts
+        manifest = _assemble(step, job_digest, group, known, parts, epoch)
         before_commit()
         with phases("before_commit"):
             with agreed(group, draft.url, "committing a checkpoint") as outcome:
@@ -171,6 +175,17 @@ def block_bytes(tensor: torch.Tensor, box: Box) -> Bytes:
 
 def local_block(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor[tuple(slice(o, o + s) for o, s in zip(box.local_offset, box.size, strict=True))]
+
+
+def _together(facts: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """`facts`, and what `others` have besides, at any depth."""
+    found = dict(facts)
+    for key, value in others.items():
+        if key not in found:
+            found[key] = value
+        elif isinstance(found[key], Mapping) and isinstance(value, Mapping):
+            found[key] = _together(found[key], value)
+    return found
 
 
 def _assemble(

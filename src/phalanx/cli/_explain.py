@@ -20,6 +20,7 @@ from phalanx.job.schema import Job
 from phalanx.job.toml import toml_value
 from phalanx.observe.units import TEXT, Units, units_of
 from phalanx.plan.cluster import detect_cluster
+from phalanx.plan.pipeline.planned import Pipeline
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 
@@ -72,6 +73,8 @@ def _derived(job: Job, plan: Plan, vocab_why: str) -> dict[str, Explained]:
         )
     if job.train.micro_batch_size is None:
         whole = f"the whole share of a rank: {job.train.global_batch_size} / {plan.world_size} ranks"
+        if plan.pipeline is not None:
+            whole = f"makes {plan.num_microbatches} microbatches for {plan.pipeline.num_ranks} ranks in a pipeline"
         found.append(Explained("train.micro_batch_size", plan.micro_batch_size, "derived", why=whole))
     if job.data.workers is None:
         why = "tokens are read ahead in a thread" if num_workers(job.data) == 0 else "your own dataset is read ahead"
@@ -129,17 +132,31 @@ def _follows(key: str, shape: dict[str, Any]) -> str:
 def _parallel(job: Job, plan: Plan) -> list[Explained]:
     layout, chosen = plan.layout, plan.chosen
     stage = plan.zero_stage if layout.dp_shard > 1 else None
-    rows = {
+    rows: dict[str, tuple[Any, str]] = {
         "ranks": (plan.world_size, plan.reasons[0]),
         "dp_replicate": (layout.dp_replicate, chosen.why),
         "dp_shard": (layout.dp_shard, chosen.why),
         "zero_stage": (stage, chosen.why if layout.dp_shard > 1 else "nothing is sharded"),
     }
+    if plan.pipeline is not None:
+        rows |= _pipeline(job, plan.pipeline)
     return [
         Explained(f"parallel.{key}", value, "derived", why=why)
         for key, (value, why) in rows.items()
-        if getattr(job.parallel, key) is None
+        if getattr(job.parallel, key) in (None, ())
     ]
+
+
+def _pipeline(job: Job, pipeline: Pipeline) -> dict[str, tuple[Any, str]]:
+    found: dict[str, tuple[Any, str]] = {
+        "stage_blocks": (list(pipeline.stages.num_blocks), "cut so that the slowest stage is as fast as can be")
+    }
+    if job.parallel.schedule_file is not None:
+        return found
+    return found | {
+        "schedule": (pipeline.schedule_name, "the schedule where none is given"),
+        "stages_per_rank": (pipeline.stages_per_rank, f"what {pipeline.schedule_name} has unless told"),
+    }
 
 
 def _machine(job: Job, plan: Plan) -> list[Explained]:

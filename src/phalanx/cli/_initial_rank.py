@@ -28,7 +28,9 @@ def take_initial_weights(model: Model, state: TrainState, bus: Bus, run_dir: Pat
     folder, shards = find_checkpoint(told["checkpoint"]), state.model.shards()
     manifest = load(folder, shards, group=mesh, phases=state.model.phases, cast=model.init_cast, weights_only=True)
     state.model.refresh()
+    cast = [name for name, shard in shards.items() if manifest.tensors[name].dtype != shard.dtype]
+    if mesh.layout.pp > 1:  # each stage knows of its own tensors
+        cast = [name for names in mesh.gather_json(cast) for name in names]
     if mesh.rank == 0:
-        num_cast = sum(tensor.dtype != shards[name].dtype for name, tensor in manifest.tensors.items())
-        came_from = told.get("imported_from", "")
+        num_cast, came_from = len(set(cast)), told.get("imported_from", "")
         bus.emit(WeightsTaken(folder.url, manifest.step, len(manifest.tensors), came_from, num_cast))

@@ -156,7 +156,7 @@ def _train(run: RankRun, bus: Bus, phases: Phases, meter: MemoryMeter, stop: Sto
                     bus.emit(Note("compression_starts_anew", {"why": state.lost_reduction}))
             phases.leave("startup")
             ended = trainer.run()
-        predicted = plan.chosen.predicted_bytes
+        predicted = plan.predicted_of(mesh.rank)
         bus.emit(meter.measure(state.shards(), state.model, predicted, trainer.staging_bytes))
         if ended == "finished":
             _afterwards(job, plan, mesh, corpus, trainer)

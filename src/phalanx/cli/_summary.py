@@ -15,6 +15,7 @@ from phalanx.observe.events import (
     EvalFinished,
     Event,
     MemoryMeasured,
+    PipelineMeasured,
     RunStarted,
     StepFinished,
     StepSkipped,
@@ -23,12 +24,13 @@ from phalanx.observe.events import (
 from phalanx.observe.tail import EventTail
 from phalanx.observe.units import units_of
 from phalanx.observe.words import printable
+from phalanx.report.bubble import LIMIT, Measured
 from phalanx.report.facts import sent_in_words, untrained
 
 
 def summary_lines(run_dir: Path) -> list[str]:
     """Held-out loss beside its baselines, memory predicted | measured, a sample, the last checkpoint and the best."""
-    units = units_of(_job(run_dir))
+    units = units_of(_facts_of(run_dir / "job.json"))
     events = [envelope.event for envelope in EventTail(run_dir).poll()]
     evaluation = next((e for e in reversed(events) if isinstance(e, EvalFinished)), None)
     baselines = {e.name: e for e in events if isinstance(e, BaselineMeasured)}
@@ -54,6 +56,7 @@ def summary_lines(run_dir: Path) -> list[str]:
             by = "" if evaluation.judged_by == "loss" else f"{printable(evaluation.judged_by)} "
             lines.append(f"        the best was {by}{evaluation.best:.3f}, at step {evaluation.best_step}")
     lines += _wire_lines(events)
+    lines += _pipeline_lines(events, run_dir)
     if memory is not None:
         lines += _memory_lines(memory)
     if sample is not None:
@@ -68,12 +71,12 @@ def summary_lines(run_dir: Path) -> list[str]:
     return lines
 
 
-def _job(run_dir: Path) -> dict[str, Any]:
+def _facts_of(path: Path) -> dict[str, Any]:
     try:
-        job = read_json(run_dir / "job.json")
+        facts = read_json(path)
     except (OSError, ValueError):
         return {}
-    return job if isinstance(job, dict) else {}
+    return facts if isinstance(facts, dict) else {}
 
 
 def _sources(evaluation: EvalFinished) -> list[str]:
@@ -101,6 +104,19 @@ def _wire_lines(events: list[Event]) -> list[str]:
     }
     words = [f"{what} {text}" for what, text in said.items() if text]
     return [f"wire    {'; '.join(words)}"] if words else []
+
+
+def _pipeline_lines(events: list[Event], run_dir: Path) -> list[str]:
+    """How long ranks of a pipeline wait for each other, measured and predicted, and what to do if that is too long."""
+    last = next((e for e in reversed(events) if isinstance(e, PipelineMeasured)), None)
+    measured = Measured.of(last, _facts_of(run_dir / "plan.json"), run_dir)
+    if last is None or measured is None:
+        return []
+    too_much = f": more than {100 * LIMIT:.0f} %" if measured.is_long else ""
+    return [
+        f"bubble  {measured.in_words()}, at step {last.step}{too_much}",
+        *(f"        {line}" for line in measured.advice()),
+    ]
 
 
 def _memory_lines(memory: MemoryMeasured) -> list[str]:

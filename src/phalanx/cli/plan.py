@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -25,6 +26,10 @@ def command(
     judge: Annotated[
         bool, typer.Option("--verify", help="With --suggest-rules: judge them with parallel.tp=2 (phalanx verify).")
     ] = False,
+    recut: Annotated[
+        Path | None,
+        typer.Option("--recut", metavar="RUN", help="Cut a pipeline anew, by what the stages of this run took."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> int:
     """Choose a layout for a job on this machine and say why, with memory per rank.
@@ -61,6 +66,10 @@ def command(
 
         job = load_job(job_file, overrides)
         plan = make_plan(job)
+        if recut is not None:
+            from phalanx.cli._recut import print_recut
+
+            return print_recut(job, plan, recut, as_json=as_json)
         initial = None
         if job.model.init_from is not None:
             from phalanx.cli._initial import find_initial

@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-# What a step's seconds are charged to; "optimizer" includes the gradients' norm and clipping. Another name is a bug.
+# What a step's seconds are charged to; "optimizer" includes the gradients' norm and clipping, "pipeline" is waiting for
+# another stage: the bubble as this rank sees it. Another name is a bug.
 PHASES = (
     "startup",
     "data",

@@ -94,21 +94,29 @@ def blocks_params(shape: ModelShape) -> int:
     return same + (shape.num_layers - shape.num_expert_layers) * dense + shape.num_expert_layers * sparse
 
 
+def params_of_block(shape: ModelShape, layer: int) -> int:
+    """Of the block `layer`, counted from 0."""
+    dense, sparse = _feed_forward_of_blocks(shape)
+    has_experts = layer >= shape.num_layers - shape.num_expert_layers
+    return attention_params(shape) + _block_norms(shape) + (sparse if has_experts else dense)
+
+
 def params_by_group(shape: ModelShape) -> dict[str, int]:
     """Parameters of the whole model by what they do; groups for experts only where there are some."""
     sparse = shape.num_expert_layers
     groups = {
-        "embedding": _embedding_params(shape),
+        "embedding": embedding_params(shape),
         "attention": shape.num_layers * attention_params(shape),
         "ffn": (shape.num_layers - sparse) * ffn_params(shape, shape.ffn_dim),
     }
     if sparse:
         groups |= {"experts": sparse * experts_params(shape), "router": sparse * router_params(shape)}
     norms = shape.num_layers * _block_norms(shape) + norm_params(shape)
-    return groups | {"norms": norms, "head": _head_params(shape)}
+    return groups | {"norms": norms, "head": head_params(shape)}
 
 
-def _embedding_params(shape: ModelShape) -> int:
+def embedding_params(shape: ModelShape) -> int:
+    """Of all before the blocks: tables of tokens and positions, or what makes tokens of patches."""
     if shape.reads_images:
         patch = shape.num_channels * shape.patch_size**2
         class_token = 1 if shape.pooling == "class_token" else 0
@@ -116,7 +124,8 @@ def _embedding_params(shape: ModelShape) -> int:
     return (shape.vocab_size + shape.max_positions) * shape.dim
 
 
-def _head_params(shape: ModelShape) -> int:
+def head_params(shape: ModelShape) -> int:
+    """None, where the head is the embedding's weight."""
     if shape.reads_images:
         return (shape.dim + 1) * shape.num_classes
     return 0 if shape.tie_embeddings else shape.vocab_size * shape.dim

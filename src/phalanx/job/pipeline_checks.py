@@ -28,13 +28,6 @@ def one_schedule(job: Job) -> list[Finding]:
     ]
 
 
-@check("parallel.first_stage", "parallel.last_stage")
-def stages_hold_different_modules(job: Job) -> list[Finding]:
-    both = sorted(set(job.parallel.first_stage) & set(job.parallel.last_stage))
-    what = "is in parallel.first_stage, too: a module is held by one of them"
-    return [finding("parallel.last_stage", f'"{name}" {what}', "remove it from one of them") for name in both]
-
-
 @check(
     "parallel.pp",
     "parallel.compress",
@@ -63,4 +56,4 @@ def pipelines_can_do_it(job: Job) -> list[Finding]:
     return found
 
 
-CHECKS = (pipeline_keys_are_read, one_schedule, stages_hold_different_modules, pipelines_can_do_it)
+CHECKS = (pipeline_keys_are_read, one_schedule, pipelines_can_do_it)

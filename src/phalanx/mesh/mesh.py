@@ -57,11 +57,17 @@ class Mesh:
 
     @property
     def counts_samples(self) -> bool:
-        """False for a rank that reads the same samples as another one, whose sums are the ones that count.
+        """False for a rank that has the same sums as another one, whose are the ones that count.
 
         Of a pipeline only the ranks with the last stage have any.
         """
         return all(self.coordinates[axis] == 0 for axis in ("cp", "tp"))
+
+    @property
+    def place_in_stage(self) -> tuple[int, int]:
+        """This rank's number among those that hold the same stages of a pipeline, and how many these are."""
+        count = self.layout.world_size // self.layout.pp
+        return self.rank % count, count
 
     def submesh(self, *axes: str) -> DeviceMesh:
         """The DeviceMesh of `axes` through this rank. Only for more than one rank."""

@@ -231,6 +231,32 @@ class MemoryMeasured(Event):
 
 
 @dataclass(frozen=True)
+class PipelineMeasured(Event):
+    """One step of a pipeline (steps 5, 50, 500, ... and the last): what each rank computed when, and how long it
+    waited, beside what was predicted. From rank 0.
+
+    `num_blocks` by stage. `stage_seconds`: by stage the mean seconds of one microbatch, [forward, backward of inputs,
+    backward of weights]; without `splits_backward` the second is the whole backward and the third 0. `spans`: by
+    pipeline rank (of the first data-parallel and tensor-parallel rank) [action, begin, end] in seconds since the first
+    action of the step, in order, computation only; "3F0" is stage 3's forward of microbatch 0. The bubble is the part
+    of the step in which a rank computes nothing, the mean over ranks, 0 to 1: as measured, as the schedule must have it
+    if stages take `stage_seconds` and nothing has to be sent, and as the plan said before the run (NaN: it could not).
+    `in_flight`: by pipeline rank, microbatches of a stage whose activations were held at once, at most.
+    """
+
+    step: int
+    schedule: str
+    num_blocks: list[int]
+    stage_seconds: list[list[float]]
+    splits_backward: bool
+    spans: list[list[list[Any]]]
+    bubble_measured: float
+    bubble_predicted: float
+    bubble_planned: float
+    in_flight: list[int]
+
+
+@dataclass(frozen=True)
 class StopRequested(Event):
     """All ranks agreed to stop after `step`. `reason`: "sigterm" | "sigint"."""
 

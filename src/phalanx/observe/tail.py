@@ -51,6 +51,14 @@ def _is_whole(value: Any) -> bool:
     return type(value) in (int, float) and -_HUGE < value < _HUGE
 
 
+def _is_row(value: Any) -> bool:
+    return type(value) is list and all(map(_is_whole, value))
+
+
+def _is_table(value: Any) -> bool:
+    return type(value) is list and all(type(row) is list for row in value)
+
+
 # By the annotation of an event's field: what its value must be. A float may also be NaN or infinite.
 _FITS: dict[str, Callable[[Any], bool]] = {
     "float": lambda value: type(value) is float or _is_whole(value),
@@ -59,7 +67,10 @@ _FITS: dict[str, Callable[[Any], bool]] = {
     "dict[str, int]": lambda value: type(value) is dict and all(map(_is_whole, value.values())),
     "dict[str, float]": lambda value: type(value) is dict and all(map(_is_whole, value.values())),
     "dict[str, Any]": lambda value: type(value) is dict,
-    "list[int]": lambda value: type(value) is list and all(map(_is_whole, value)),
+    "list[int]": _is_row,
+    "bool": lambda value: type(value) is bool,
+    "list[list[float]]": lambda value: type(value) is list and all(map(_is_row, value)),
+    "list[list[list[Any]]]": lambda value: type(value) is list and all(map(_is_table, value)),
 }
 
 

@@ -72,6 +72,8 @@ def _words(event: events.Event, units: Units) -> str | None:
             return f"step-{event.step} cannot be used, going back to the one before: {event.reason}"
         case events.TextGenerated():
             return f"sample at step {event.step}: {_squeezed(event.prompt + event.text, MAX_SAMPLE)}"
+        case events.PipelineMeasured():
+            return _pipeline(event)
         case events.StopRequested():
             return f"stopping after step {event.step}: {event.reason}"
         case events.RankFailed():
@@ -101,6 +103,14 @@ def _saved(event: events.CheckpointSaved) -> str:
         f", training stood still for {format_seconds(event.stall_s)}" if 0 < event.stall_s < event.wall_s / 2 else ""
     )
     return f"saved checkpoint of step {event.step}: {event.path} ({size}{new}, {took}{stall})"
+
+
+def _pipeline(event: events.PipelineMeasured) -> str:
+    predicted, planned = (100 * share for share in (event.bubble_predicted, event.bubble_planned))
+    said = f"{event.schedule}: ranks wait {100 * event.bubble_measured:.1f} % of step {event.step} for other stages"
+    expected = [f"predicted {predicted:.1f} %"] if math.isfinite(predicted) else []
+    expected += [f"planned {planned:.1f} %"] if math.isfinite(planned) else []
+    return said + (f" ({', '.join(expected)})" if expected else "")
 
 
 def _evaluation(event: EvalFinished, units: Units) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -53,11 +54,14 @@ def optimizer_shards(
     *,
     rank: int,
     world_size: int,
+    copies: Mapping[str, tuple[int, int]] = MappingProxyType({}),
 ) -> dict[str, LogicalShard]:
     """State as logical shards named `optim/<parameter>/<slot>`; slots of the parameter's shape share its boxes.
 
-    Slots of another shape (the update count) are the same on every rank. Raises CheckpointError for one that cannot
-    be: rows of a parameter that tensor parallelism has cut.
+    Slots of another shape (the update count) are the same on every rank that has the parameter: `rank` is this one's
+    number among those of its pipeline stage, `world_size` how many they are, and `copies` says of parameters that
+    several stages hold which of these this is, and how many they are. Raises CheckpointError for a slot that cannot be:
+    rows of a parameter that tensor parallelism has cut.
     """
     shards: dict[str, LogicalShard] = {}
     for raw_name, parameter in named_parameters:
@@ -76,5 +80,7 @@ def optimizer_shards(
                     fix="use an optimizer whose state has the shape of the parameter, or parallel.tp=1",
                 )
             else:
-                shards[key] = shard_of(key, value, replica=rank, num_replicas=world_size)
+                which, how_many = copies.get(name, (0, 1))
+                place = {"replica": which * world_size + rank, "num_replicas": how_many * world_size}
+                shards[key] = shard_of(key, value, **place)
     return shards

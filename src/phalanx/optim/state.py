@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -85,14 +85,24 @@ def tensors_of(
     }
 
 
-def places_of(optimizer: torch.optim.Optimizer, named_parameters: Named, numbers: Mapping[str, Any]) -> list[Put]:
+def places_of(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Named,
+    numbers: Mapping[str, Any],
+    *,
+    elsewhere: Container[str] = (),
+) -> list[Put]:
     """What puts each of the values that `numbers_of` found in another optimizer where it belongs in this one.
 
-    Raises CheckpointError if it has no such place.
+    Those of parameters that are `elsewhere`, on other ranks, and not here are left out. Raises CheckpointError if it
+    has no such place.
     """
     parameters = {full_name(name): parameter for name, parameter in named_parameters}
     puts = []
     for path, value in numbers.items():
+        owner = path.removeprefix("state/").rpartition("/")[0] if path.startswith("state/") else ""
+        if owner not in parameters and owner in elsewhere:
+            continue
         try:
             holder, key = _place(optimizer, parameters, path)
             puts.append(partial(_put, holder, key, _from_json(value)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -104,6 +105,8 @@ class ParallelModel:
         self._sent_tp_bytes = 0.0  # of the step under way
         self.step = 0
         """The last one that was begun."""
+        self.finished_at = 0.0
+        """`time.perf_counter` when this rank left the reduction of the last step, as all do at about one time."""
         self._drawing = Drawing(self.module, piece)
         # Gradients are reduced after division by this constant; finish_step applies the exact token factor.
         self._constant = float(piece.plan.targets_per_rank)
@@ -196,6 +199,11 @@ class ParallelModel:
     def aliases(self) -> dict[str, str]:
         """Names of tied tensors -> the name they are stored under."""
         return self._shards()[1]
+
+    @property
+    def copies(self) -> Mapping[str, tuple[int, int]]:
+        """Name -> (which, of how many) of parameters that several stages of a pipeline hold."""
+        return {} if self._piece.staged is None else self._piece.staged.copies
 
     def reduction_shards(self) -> dict[str, LogicalShard]:
         """What compressing gradients keeps between steps, as `comm/<parameter>/<slot>`."""
@@ -324,6 +332,8 @@ class ParallelModel:
         def loss_of(outputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
             if staged is not None:
                 staged.door.require_clean_outputs(outputs)
+                if staged.door.is_rehearsal:  # an objective counts and draws as often as there are microbatches
+                    return torch.zeros(()), torch.zeros(())
             if isinstance(objective, _Then):
                 return objective.then(outputs)
             if not getattr(objective, READS_PARTS, False):
@@ -363,6 +373,7 @@ class ParallelModel:
         with self.phases("collective", "all_reduce step facts"):
             self.mesh.all_reduce_sum(vector)
             loss_sum, num_targets, total_squares, *reduced = vector.tolist()
+            self.finished_at = time.perf_counter()
         sent_bytes, scale = self._piece.traffic.take(), self.loss_scale
         if num_targets == 0:
             return StepFacts(0.0, 0, 0.0, True, tuple(reduced), sent_bytes, sent_tp_bytes)

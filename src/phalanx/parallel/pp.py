@@ -68,7 +68,9 @@ class PipelineStages:
         held = Holding(module, piece.blocks, pipeline)
         held.require_movable()
         here = peers.rank
+        held.require_one_name()
         piece.absent = held.strip(here, door, piece.mesh.device)
+        door.outside = held.outside()
         mine = held.by_name(here)
         holders = {name: ranks for name, ranks in mine.items() if len(ranks) > 1}
         stages = {name: held.stages_of(name) for name in mine}
@@ -79,7 +81,7 @@ class PipelineStages:
         for index, block in enumerate(blocks):
             door.guard(block, index)
             if index not in own:
-                empty(block)
+                empty(block, index)
         piece.blocks = [blocks[index] for index in own]
         piece.block_numbers = tuple(own)
         if any(action.kind == "W" for action in pipeline.schedule().actions[here]) and not piece.plan.compile:
@@ -90,16 +92,11 @@ class PipelineStages:
 
 def _through_door(door: Door, forward: Callable[..., Any], args: Any, kwargs: Any, then: Any) -> Any:
     """What data parallelism wraps: a stage's forward ends where the next one goes on."""
-    window = door.window
     try:
         found = forward(args, kwargs, then)
     except StageEnd as end:
         return end.hidden if end.hidden._base is None else end.hidden.clone()  # FSDP hooks no views
-    if window is not None and not window.is_last:
-        raise LayoutError(
-            f"the model's forward ended before block {window.end} of {door.num_blocks}",
-            fix="have it call all of its blocks, in order",
-        )
+    door.require_all_called()
     return found
 
 
@@ -179,6 +176,29 @@ class Holding:
     def ranks_of(self, name: str) -> tuple[int, ...]:
         """Of the pipeline, in ascending order."""
         return tuple(sorted({self._pipeline.rank_of_stage[stage] for stage in self.stages_of(name)}))
+
+    def require_one_name(self) -> None:
+        """Raises LayoutError for a parameter that two ranks would have under different names: in blocks of both."""
+        first: dict[int, str] = {}
+        for name, parameter in self._by_name.items():
+            stored = first.setdefault(id(parameter), name)
+            block = self.block_of(stored)
+            if block is None or len(self.ranks_of(name)) == 1:
+                continue
+            raise LayoutError(
+                f"{stored} and {name} are one parameter, and stages of different ranks would each have it",
+                fix="set parallel.stage_blocks so that one stage has both blocks, or give each block its own",
+            )
+
+    def outside(self) -> tuple[tuple[nn.Module, str], ...]:
+        """Where parameters outside the blocks are, of those that are still there."""
+        return tuple(
+            (part, key)
+            for prefix, part in self._module.named_modules()
+            if self.block_of(f"{full_name(prefix)}.") is None
+            for key, parameter in part._parameters.items()
+            if parameter is not None
+        )
 
     def by_name(self, rank: int) -> dict[str, tuple[int, ...]]:
         """The holders of what `rank` has."""

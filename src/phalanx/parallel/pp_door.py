@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from phalanx.core.errors import LayoutError
 
 BEFORE, INSIDE, AFTER = "before", "between", "after"
+_EMPTIED = "_phalanx_emptied"  # attribute of a block of another stage: names that it had -> the block's number
 
 
 class StageEnd(BaseException):
@@ -43,6 +44,9 @@ class Window:
     is_last: bool = False
     place: str = BEFORE
     enables_grad: bool = False
+    num_called: int = 0
+    restore: Callable[[], None] = lambda: None
+    """Undoes what a rehearsal did to parameters used before the blocks."""
 
 
 @dataclass
@@ -54,6 +58,8 @@ class Door:
     window: Window | None = None
     is_rehearsal: bool = False
     """Look whether anything but the hidden states goes from stage to stage: it would be NaN."""
+    outside: tuple[tuple[nn.Module, str], ...] = ()
+    """The parameters outside the blocks that this rank holds: modules, and names in them."""
     _classes: dict[type[nn.Module], type[nn.Module]] = field(default_factory=dict)
 
     @property
@@ -67,12 +73,30 @@ class Door:
         is_last = stage + 1 == self.num_stages
         window = Window(stage, *blocks, arrived, is_last, enables_grad=torch.is_grad_enabled())
         before, self.window = self.window, window
+        if self.is_rehearsal and arrived is not None:
+            window.restore = self._hide_outside()
         # What leads to the blocks has no gradient but in the first stage.
         with torch.set_grad_enabled(window.enables_grad and arrived is None):
             try:
                 yield
             finally:
+                window.restore()
                 self.window = before
+
+    def _hide_outside(self) -> Callable[[], None]:
+        """A rank may hold what comes before the blocks, for another stage: this one's gradients would not reach it."""
+        hidden = [(part, key, part._parameters[key]) for part, key in self.outside]
+        for part, key, parameter in hidden:
+            assert parameter is not None
+            nan = torch.full((), math.nan, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+            part._parameters[key] = nn.Parameter(nan, requires_grad=False)
+
+        def restore() -> None:
+            while hidden:
+                part, key, parameter = hidden.pop()
+                part._parameters[key] = parameter
+
+        return restore
 
     def guard(self, block: nn.Module, index: int) -> None:
         """From now on calls of `block`, whose class becomes one derived from its own, go through the door."""
@@ -89,6 +113,7 @@ class Door:
                 f"block {index} is not given hidden states first, and a stage hands on nothing else",
                 fix="call blocks with them as the first argument, by position",
             )
+        self._require_next(window, index)
         hidden = args[0]
         if index >= window.end and not window.is_last:
             self._require_clean(hidden, f"what block {index} is given")
@@ -120,10 +145,35 @@ class Door:
     def _arrive(self, window: Window, hidden: torch.Tensor) -> torch.Tensor:
         if window.arrived is None:
             return hidden
+        window.restore()
         torch.set_grad_enabled(window.enables_grad)  # `open` restores what was before
-        return window.arrived
+        arrived: torch.Tensor = _Arrival.apply(window.arrived) if window.enables_grad else window.arrived
+        return arrived
+
+    def _require_next(self, window: Window, index: int) -> None:
+        if index != window.num_called:
+            wanted = f"block {window.num_called}" if window.num_called < self.num_blocks else "no other"
+            raise LayoutError(
+                f"block {index} is called where {wanted} is due, and stages compute each block once, in order",
+                fix="call the blocks in the order in which they are registered, or do without parallel.pp",
+            )
+        window.num_called += 1
+
+    def require_all_called(self) -> None:
+        """When a forward has returned that no later stage goes on with."""
+        window = self.window
+        if window is not None and window.num_called < self.num_blocks:
+            raise LayoutError(
+                f"the model's forward ended before block {window.num_called} of {self.num_blocks}",
+                fix="have it call all of its blocks, in order",
+            )
 
     def _require_window(self) -> Window:
+        if self.window is None and torch._C._current_graph_task_id() >= 0:
+            raise LayoutError(
+                "the model's own forward recomputes its blocks (torch.utils.checkpoint), which stages cannot follow",
+                fix="set train.recompute=full instead",
+            )
         if self.window is None:
             raise LayoutError(
                 "the model is cut into stages, and no rank can call it alone",
@@ -161,18 +211,40 @@ class Door:
         )
 
 
+class _Arrival(torch.autograd.Function):
+    """What has arrived, as a tensor that autograd has computed: a block may change it in place."""
+
+    @staticmethod
+    def forward(ctx: Any, arrived: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return arrived.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient
+
+
 def _guarded(own: type[nn.Module]) -> type[nn.Module]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self._phalanx_door(*args, **kwargs)
 
-    return type(
-        own.__name__, (own,), {"__call__": call, "__module__": own.__module__, "__qualname__": own.__qualname__}
-    )
+    def find(self: nn.Module, name: str) -> Any:
+        index = self.__dict__.get(_EMPTIED, {}).get(name)
+        if index is not None:
+            raise LayoutError(
+                f"block {index} is asked for its {name!r} by another stage than its own, which alone has it",
+                fix="keep what the model's forward asks of its blocks in attributes that are no modules or tensors",
+            )
+        return own.__getattr__(self, name)
+
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+    return type(own.__name__, (own,), {"__call__": call, "__getattr__": find, **names})
 
 
-def empty(block: nn.Module) -> None:
+def empty(block: nn.Module, index: int) -> None:
     """Take all tensors out of a block of another stage. What else it says of itself (its kind, say) stays."""
-    for tensors in (block._parameters, block._buffers, block._modules):
+    taken = (block._parameters, block._buffers, block._modules)
+    block.__dict__[_EMPTIED] = dict.fromkeys((name for tensors in taken for name in tensors), index)
+    for tensors in taken:
         tensors.clear()
 
 

@@ -7,9 +7,12 @@ looks whether the model can be cut where it is cut: what is wrong is told on eve
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -49,7 +52,7 @@ def rehearse(
         return found
 
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _same_draws_afterwards(peers.device):
             return _through(peers, rank_of_stage, compute_still, group)
     finally:
         for part, is_training in modes:
@@ -86,6 +89,18 @@ def agree(peers: Peers, refusal: PhalanxError | None) -> None:
     dist.all_reduce(refuses, group=peers.down)
     for rank in refuses.nonzero().flatten().tolist()[:1]:
         _told(peers, rank, None, refusal if rank == peers.rank else None)
+
+
+@contextmanager
+def _same_draws_afterwards(device: torch.device) -> Iterator[None]:
+    """Whatever a user's forward draws inside, training draws as if it had not been."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
 def _through(

@@ -43,6 +43,23 @@ def shared_product_bytes(shape: ModelShape, c: int, *, experts: bool) -> int:
     return attention + wide * (visited * shape.expert_ffn_dim if experts else shape.ffn_dim)
 
 
+def weight_input_bytes(shape: ModelShape, c: int, *, experts: bool) -> int:
+    """Of one block, for one token: what the gradients of its weights are made of, where they wait for the rest of the
+    backward (zero-bubble schedules). Of each matrix what went in, once where several read it, and what came back."""
+    heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.dim
+    if shape.kv_rank:
+        latents = shape.query_rank + shape.kv_rank
+        made = 2 * latents + heads * (2 * shape.head_dim + 2 * shape.value_head_dim)
+    else:
+        made = (2 * heads + 2 * kv_heads) * shape.head_dim  # what came back to q, k, v; what went into the output
+    attention = 2 * dim + made
+    wide = 3 if shape.is_gated else 2
+    if not experts:
+        return c * (attention + 2 * dim + wide * shape.ffn_dim)
+    visited = shape.experts_per_token + shape.num_shared_experts
+    return c * (attention + shape.num_experts + visited * (2 * dim + wide * shape.expert_ffn_dim))
+
+
 def norm_bytes(shape: ModelShape, width: int, c: int, parts: int = 1) -> int:
     """Of a norm whose output enters a matrix product, which keeps it."""
     return norm_input_bytes(shape, width, c) // parts + width * c

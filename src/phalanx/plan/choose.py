@@ -80,7 +80,7 @@ def _recompute_that_fits(candidate: Candidate, weighing: Weighing) -> str:
             replace(weighing, work=work).memory(candidate.zero_stage, candidate.layout.dp_shard)
         )
 
-    return proposed(weighing.shape, weighing.work, fits)
+    return proposed(weighing.shape, weighing.work, fits, weighing.activations)
 
 
 def _more_ranks(weighing: Weighing) -> str:

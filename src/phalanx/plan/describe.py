@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from phalanx.core.units import format_bytes, format_count
+from phalanx.plan.pipeline.words import MAX_LISTED
 from phalanx.plan.plan import Plan
 
 
@@ -18,14 +19,24 @@ def describe(plan: Plan, *, of_samples: bool = False) -> list[str]:
         f"plan    {format_count(plan.num_params)} parameters{active}{flops}, {plan.precision} on {plan.world_size} "
         f"{plan.device} rank{'s' if plan.world_size > 1 else ''}: {chosen.name} ({plan.layout})",
         f"        {plan.global_batch_size} {what} per step = {plan.layout.data_parallel_size} "
-        f"{'ranks' if plan.layout.tp == 1 else f'x tp {plan.layout.tp} ranks'} x {plan.num_microbatches} x "
-        f"{plan.micro_batch_size}",
+        f"{_others(plan)}ranks x {plan.num_microbatches} x {plan.micro_batch_size}",
     ]
     lines += [f"why     {reason}" for reason in plan.reasons]
     lines += [f"warn    {warning.text}" for warning in plan.warnings]
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in chosen.predicted_bytes.items() if size)
-    lines.append(f"memory  {format_bytes(chosen.total_bytes)} per rank predicted: {parts}")
+    where = "per rank predicted" if plan.pipeline is None else "predicted on the rank that needs most"
+    lines.append(f"memory  {format_bytes(chosen.total_bytes)} {where}: {parts}")
+    if plan.pipeline is not None:
+        totals = [format_bytes(total) for total in plan.pipeline.rank_bytes]
+        shown = ", ".join(totals) if len(totals) <= MAX_LISTED else f"{totals[0]} to {totals[-1]}"
+        lines.append(f"        by pipeline rank: {shown}")
     for candidate in plan.alternatives:
         if not candidate.chosen:
             lines.append(f"not     {candidate.name} ({format_bytes(candidate.total_bytes)}): {candidate.why}")
     return lines
+
+
+def _others(plan: Plan) -> str:
+    """What a share of the batch has besides data parallelism: "x pp 4 x tp 2 "."""
+    degrees = {"pp": plan.layout.pp, "tp": plan.layout.tp}
+    return "".join(f"x {axis} {degree} " for axis, degree in degrees.items() if degree > 1)

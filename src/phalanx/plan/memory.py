@@ -6,6 +6,7 @@ stage 2 also gradients, stage 3 also parameters. Activations count what autograd
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from phalanx.job.shape import ModelShape
@@ -100,30 +101,36 @@ def activation_bytes(shape: ModelShape, work: Workload) -> float:
     the redone ones would have kept is alive.
     """
     c = work.compute_bytes
-    kept, redone = _stretches(shape, work)
-    worst = sum(kept)
-    before = 0
+    return work.tokens * worst_moment(*stretches(shape, work)) + _outside_blocks(shape, work, c)
+
+
+def worst_moment(kept: Sequence[int], redone: Sequence[int]) -> int:
+    """Of what stretches keep and make again, as `stretches` says: the most that is there at once."""
+    worst, before = sum(kept), 0
     for kept_here, redone_here in zip(kept, redone, strict=True):
         before += kept_here
         worst = max(worst, before + redone_here)
-    return work.tokens * worst + _outside_blocks(shape, work, c)
+    return worst
 
 
 def kept_bytes(shape: ModelShape, work: Workload) -> float:
     """Bytes that are there where the forward ends."""
-    kept, _ = _stretches(shape, work)
+    kept, _ = stretches(shape, work)
     return work.tokens * sum(kept) + _outside_blocks(shape, work, work.compute_bytes)
 
 
 def activation_bytes_on_device(shape: ModelShape, work: Workload) -> float:
     """With activations in host memory: of the stretch that is computed and of the next, which is on its way."""
-    kept, redone = _stretches(shape, work)
+    kept, redone = stretches(shape, work)
     pairs = (now + after + again for now, after, again in zip(kept, [*kept[1:], 0], redone, strict=True))
     return work.tokens * max(pairs) + _outside_blocks(shape, work, work.compute_bytes)
 
 
-def _stretches(shape: ModelShape, work: Workload) -> tuple[list[int], list[int]]:
-    """Of one token, in forward order: what each segment (or block outside one) keeps, and what redoing it makes."""
+def stretches(shape: ModelShape, work: Workload, begin: int = 0, end: int | None = None) -> tuple[list[int], list[int]]:
+    """Of one token, in forward order: what each segment (or block outside one) keeps, and what redoing it makes.
+
+    Of the blocks from `begin` to before `end`, where segments must begin and end, too.
+    """
     c = work.compute_bytes
     blocks = [
         activations.block_bytes(
@@ -135,8 +142,8 @@ def _stretches(shape: ModelShape, work: Workload) -> tuple[list[int], list[int]]
     if segments is None:
         segments = segments_of(work.recompute, shape.num_layers)
     starts = {segment.start: segment for segment in segments}
-    kept, redone, layer = [], [], 0
-    while layer < shape.num_layers:
+    kept, redone, layer = [], [], begin
+    while layer < (shape.num_layers if end is None else end):
         segment = starts.get(layer, Segment(layer, layer + 1, "none"))
         whole = sum(blocks[layer : segment.stop])
         if segment.mode == "none":
@@ -241,21 +248,26 @@ def rank_memory(
     memory = state_bytes(shape.num_params, zero_stage, dp_size, StateBytes(optimizer=work.optimizer_bytes))
     memory["compression"] = shape.num_params * work.error_bytes if zero_stage == 0 and num_ranks > 1 else 0
     if shape.is_known:
-        on_device = work.offloads_activations and device != "cpu"  # a CPU has no other memory to move them to
-        memory["activations"] = (activation_bytes_on_device if on_device else activation_bytes)(shape, work)
+        is_away = work.offloads_activations and device != "cpu"  # a CPU has no other memory to move them to
+        memory["activations"] = (activation_bytes_on_device if is_away else activation_bytes)(shape, work)
         memory["loss"] = loss_bytes(shape, work)
         memory["communication"] = communication_bytes(shape, work, zero_stage, num_ranks)
         if zero_stage == 2:  # FSDP keeps shards, too, and what is gathered of them counts as communication
             memory["parameters"] /= dp_size
+    if device == "cpu" and work.copies_state:
+        memory["staging"] = staging_bytes(shape, work, num_ranks // work.tp)
+    return on_device(memory, work, device)
+
+
+def on_device(memory: dict[str, float], work: Workload, device: str) -> dict[str, int]:
+    """By category, with what a device has besides and without what waits on the host."""
     if device != "cpu":
         on_host = {"optimizer": work.options.state_on_host} | dict.fromkeys(
             ("parameters", "gradients"), work.options.parameters_on_host
         )
         memory |= {category: 0 for category, is_away in on_host.items() if is_away}
-    if device == "cpu":
+    else:
         memory["allocator"] = CPU_LIBRARY_BYTES + CPU_ALLOCATOR_SHARE * memory.get("activations", 0)
-        if work.copies_state:
-            memory["staging"] = staging_bytes(shape, work, num_ranks // work.tp)
     memory = {category: size for category, size in memory.items() if size or category != "compression"}
     always = [category for category in CATEGORIES if category not in ("staging", "compression") or category in memory]
     return {category: round(memory.get(category, 0)) for category in always}

@@ -100,6 +100,12 @@ class Plan:
     def chosen(self) -> Candidate:
         return next(candidate for candidate in self.alternatives if candidate.chosen)
 
+    def predicted_of(self, rank: int) -> dict[str, int]:
+        """Bytes of `rank` by category: of a pipeline its stages', else what every rank needs."""
+        if self.pipeline is None or not self.pipeline.rank_memory:
+            return self.chosen.predicted_bytes
+        return self.pipeline.rank_memory[self.layout.coordinates(rank)["pp"]]
+
     def to_json(self) -> dict[str, Any]:
         body = asdict(self) | {"layout": self.layout.to_json(), "world_size": self.world_size}
         body["alternatives"] = [candidate.to_json() for candidate in self.alternatives]

@@ -16,7 +16,7 @@ from phalanx.plan.choose import choose
 from phalanx.plan.cluster import Cluster, detect_cluster
 from phalanx.plan.lossy import lossy_choices, require_whole_copies
 from phalanx.plan.pipeline.asked import asked_schedule
-from phalanx.plan.pipeline.stages import pipeline_of, within_stages
+from phalanx.plan.pipeline.stages import sized_pipeline
 from phalanx.plan.plan import Candidate, Plan, job_digest
 from phalanx.plan.ranks import choose_ranks, split_batch, tensor_parallel_degree
 from phalanx.plan.recompute import with_recompute
@@ -53,11 +53,11 @@ def make_plan(
     micro, num_microbatches = split_batch(job, ranks // job.parallel.model_parallel_size, asked)
     work = work_of(job, shape, micro_batch_size=micro, num_microbatches=num_microbatches, tp=tp)
     reasons = [why]
-    work = with_recompute(job, shape, work, reasons)
     pipeline = None
     if asked is not None:
-        pipeline = pipeline_of(job, shape, asked, work, ranks)
-        work = replace(work, segments=within_stages(work.segments or (), pipeline.stages))
+        work, pipeline = sized_pipeline(job, shape, asked, work, ranks, reasons)
+    else:
+        work = with_recompute(job, shape, work, reasons)
     weighing = Weighing(shape, work, ranks, capacity_of(job, cluster, ranks), cluster.device, pipeline)
     candidates = candidates_of(job, weighing)
     chosen, of_choice = choose(job, candidates, weighing)
@@ -122,6 +122,6 @@ def _plan(
         alternatives=tuple(alternatives),
         reasons=tuple(reasons),
         shape=shape.to_json(),
-        pipeline=weighing.pipeline,
+        pipeline=weighing.pipeline_of(chosen),
         **lossy_choices(job),
     )

@@ -20,35 +20,56 @@ def with_recompute(job: Job, shape: ModelShape, work: Workload, reasons: list[st
 
     Raises LayoutError for a budget that nothing keeps to, or of a module whose activations nobody can predict.
     """
-    mode, shape = job.train.recompute, of_one_rank(shape, work.tp)
-    if mode != "budget":
-        every = job.train.recompute_every or 1
-        work = replace(work, segments=segments_of(mode, shape.num_layers, every) if shape.num_layers else ())
-    elif shape.is_known:
-        budget = round((job.train.recompute_budget_gib or 0) * 2**30)
-        work = replace(work, segments=_within(budget, shape, work))
+    shape = of_one_rank(shape, work.tp)
+    if job.train.recompute == "budget":
+
+        def activations(segments: tuple[Segment, ...]) -> float:
+            return activation_bytes(shape, replace(work, segments=segments))
+
+        segments = within_budget(job, shape, work, range(shape.num_layers), activations)
     else:
+        segments = job_segments(job, shape)
+    work = replace(work, segments=segments)
+    reasons += said(job, shape, segments, activation_bytes(shape, work) if shape.is_known else 0)
+    return work
+
+
+def job_segments(job: Job, shape: ModelShape) -> tuple[Segment, ...]:
+    """What a mode other than budget means for the model."""
+    mode, every = job.train.recompute, job.train.recompute_every or 1
+    return segments_of(mode, shape.num_layers, every) if shape.num_layers else ()
+
+
+def within_budget(
+    job: Job,
+    shape: ModelShape,
+    work: Workload,
+    blocks: Sequence[int],
+    activations: Callable[[tuple[Segment, ...]], float],
+) -> tuple[Segment, ...]:
+    """The first of `_from_cheap_to_dear` for `blocks`, those of one rank, with which its `activations` fit."""
+    if not shape.is_known:
         raise LayoutError(
             "train.recompute=budget needs activations that can be predicted, and those of your own module cannot",
             fix="set train.recompute to selective, full, every-k or sqrt",
         )
-    reasons += _said(job, shape, work)
-    return work
-
-
-def _within(budget_bytes: int, shape: ModelShape, work: Workload) -> tuple[Segment, ...]:
-    """The first of `_from_cheap_to_dear` whose activations fit."""
+    budget_bytes = budget_of(job)
     least: tuple[Segment, ...] = ()
-    for least in _from_cheap_to_dear(shape.num_layers):
-        if activation_bytes(shape, replace(work, segments=least)) <= budget_bytes:
+    for counted in _from_cheap_to_dear(len(blocks)):
+        least = tuple(Segment(blocks[s.start], blocks[s.start] + 1, s.mode) for s in counted)
+        if activations(least) <= budget_bytes:
             return least
-    needed = activation_bytes(shape, replace(work, segments=least))
+    needed = activations(least)
     raise LayoutError(
         f"with every block recomputed activations take {format_bytes(needed)} per rank, and "
         f"train.recompute_budget_gib allows {format_bytes(budget_bytes)}",
         fix=f"allow {_rounded_up(needed / 2**30)} GiB"
         + (" or use a smaller train.micro_batch_size" * (work.micro_batch_size > 1)),
     )
+
+
+def budget_of(job: Job) -> int:
+    return round((job.train.recompute_budget_gib or 0) * 2**30)
 
 
 def _rounded_up(value: float) -> str:
@@ -65,18 +86,15 @@ def _from_cheap_to_dear(num_blocks: int) -> Iterator[tuple[Segment, ...]]:
         yield mixed(num_blocks, num_blocks, num_full)
 
 
-def _said(job: Job, shape: ModelShape, work: Workload) -> list[str]:
-    """What is recomputed, where the job's own word does not say it."""
-    segments, mode = work.segments or (), job.train.recompute
+def said(job: Job, shape: ModelShape, segments: Sequence[Segment], size: float) -> list[str]:
+    """What is recomputed, where the job's own word does not say it. `size`: bytes of activations of a rank."""
+    mode = job.train.recompute
     if mode in ("none", "full"):
         return []
     if not shape.is_known:
         return [f"recompute: {described(segments, shape.num_layers)}"]
-    size = format_bytes(activation_bytes(shape, work))
-    if mode == "budget":
-        asked = format_bytes((job.train.recompute_budget_gib or 0) * 2**30)
-        return [f"recompute: {described(segments, shape.num_layers)}, activations {size} of the {asked} asked"]
-    return [f"recompute: {described(segments, shape.num_layers)}, activations {size}"]
+    line = f"recompute: {described(segments, shape.num_layers)}, activations {format_bytes(size)}"
+    return [f"{line} of the {format_bytes(budget_of(job))} asked" if mode == "budget" else line]
 
 
 def described(segments: Sequence[Segment], num_blocks: int) -> str:
@@ -96,15 +114,16 @@ def described(segments: Sequence[Segment], num_blocks: int) -> str:
     return f"{len(segments)} of {num_blocks} blocks, {' and '.join(words)}"
 
 
-def proposed(shape: ModelShape, work: Workload, fits: Callable[[Workload], bool]) -> str:
+def proposed(
+    shape: ModelShape, work: Workload, fits: Callable[[Workload], bool], activations: Callable[[Workload], float]
+) -> str:
     """The cheapest mode that would make the plan fit, as a fix; "" if none does, or nobody can say."""
     if not shape.is_known:
         return ""
-    shape = of_one_rank(shape, work.tp)
-    now = activation_bytes(shape, work)
+    now = activations(work)
     for mode in ("selective", "full"):
         other = replace(work, segments=segments_of(mode, shape.num_layers))
-        then = activation_bytes(shape, other)
+        then = activations(other)
         if then < now and fits(other):
             return f"set train.recompute={mode} (activations {format_bytes(then)} instead of {format_bytes(now)})"
     return ""

@@ -8,7 +8,8 @@ from phalanx.job.rate import peak_rate
 from phalanx.job.schema import Job
 from phalanx.plan.coverage import check_rules, whole_by_default
 from phalanx.plan.lossy import lossy_reasons
-from phalanx.plan.memory import activation_bytes, of_one_rank, staging_bytes
+from phalanx.plan.memory import activation_bytes, of_one_rank
+from phalanx.plan.pipeline.words import pipeline_reasons
 from phalanx.plan.plan import Candidate
 from phalanx.plan.unread import without_effect
 from phalanx.plan.weigh import Weighing
@@ -20,6 +21,9 @@ def remarks(job: Job, weighing: Weighing, chosen: Candidate) -> list[str]:
     said = [*what_follows(job.model), *without_effect(job, chosen)]
     if work.tp > 1:
         said += _of_tensor_parallelism(job, weighing)
+    pipeline = weighing.pipeline_of(chosen)
+    if pipeline is not None:
+        said += pipeline_reasons(job, shape, work, pipeline)
     if not shape.is_known:
         said.append("activations of your own model are not predicted; memory counts weights, gradients and optimizer")
     said.append(_of_the_copy(weighing))
@@ -51,8 +55,7 @@ def _of_tensor_parallelism(job: Job, weighing: Weighing) -> list[str]:
 def _of_the_copy(weighing: Weighing) -> str:
     if not weighing.work.copies_state:
         return ""
-    work = weighing.work
-    size = staging_bytes(of_one_rank(weighing.shape, work.tp), work, weighing.num_ranks // work.tp)
+    size = weighing.staging_bytes()
     where = "pinned host memory" if weighing.device == "cuda" else "memory"
     return (
         f"training goes on while it is saved, from a copy of the state: {format_bytes(size)} of {where} per rank; "

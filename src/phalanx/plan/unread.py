@@ -7,6 +7,8 @@ from phalanx.plan.plan import Candidate
 
 SHARDED_KEYS = ("accumulate", "blocks_per_unit", "keep_whole_below", "prefetch")  # ZeRO 2 and 3
 DDP_KEYS = ("static_graph",)
+# Of a pipeline: a stage is gathered whole for a step, and a parameter without a gradient counts as zero.
+PIPELINE_KEYS = ("blocks_per_unit", "prefetch", "static_graph", "unused_parameters")
 
 
 def without_effect(job: Job, chosen: Candidate) -> list[str]:
@@ -15,6 +17,9 @@ def without_effect(job: Job, chosen: Candidate) -> list[str]:
     is_ddp = stage == 0 and chosen.layout.dp_replicate > 1
     layout = "one rank" if chosen.name == "one" else {"tp": "tp alone"}.get(chosen.name, chosen.name)
     unread = [*(SHARDED_KEYS if stage < 2 else ()), *(() if is_ddp else DDP_KEYS)]
+    if chosen.layout.pp > 1:
+        layout = "pp" if chosen.name == "pp" else f"{layout} with pp"
+        unread = list(dict.fromkeys((*unread, *PIPELINE_KEYS)))
     lines = [line for line in (_line(job, unread, f"under {layout}"),) if line]
     if chosen.layout.tp == 1:
         lines += [line for line in (_line(job, ("rules",), "without parallel.tp"),) if line]

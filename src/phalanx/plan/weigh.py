@@ -9,7 +9,8 @@ from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.layout import Layout
-from phalanx.plan.memory import Workload, rank_memory
+from phalanx.plan.memory import Workload, activation_bytes, of_one_rank, rank_memory, staging_bytes
+from phalanx.plan.pipeline.memory import pipeline_memory, rank_activations, rank_staging
 from phalanx.plan.pipeline.planned import Pipeline
 from phalanx.plan.plan import Candidate
 
@@ -41,9 +42,42 @@ class Weighing:
         """Ranks that work on the same samples."""
         return self.work.tp * (self.pipeline.num_ranks if self.pipeline is not None else 1)
 
+    @property
+    def num_shares(self) -> int:
+        """Ranks that hold the same part of the model."""
+        return self.num_ranks // self.model_parallel_size
+
+    def staging_bytes(self) -> int:
+        """Of the copy that a rank's saves are written from."""
+        here = of_one_rank(self.shape, self.work.tp)
+        if self.pipeline is not None:
+            return max(rank_staging(here, self.work, self.pipeline, self.num_shares))
+        return staging_bytes(here, self.work, self.num_shares)
+
     def memory(self, zero_stage: int, shards: int) -> dict[str, int]:
-        """Bytes of one rank by category."""
+        """Bytes of one rank by category: of a pipeline, of the one that needs most."""
+        if self.pipeline is not None:
+            return max(self.memory_of_ranks(zero_stage, shards), key=lambda memory: sum(memory.values()))
         return rank_memory(self.shape, self.work, zero_stage, shards, self.device, self.num_ranks)
+
+    def memory_of_ranks(self, zero_stage: int, shards: int) -> tuple[dict[str, int], ...]:
+        """Of each rank of a pipeline."""
+        assert self.pipeline is not None
+        return pipeline_memory(self.shape, self.work, self.pipeline, zero_stage, shards, self.device, self.num_shares)
+
+    def pipeline_of(self, candidate: Candidate) -> Pipeline | None:
+        """With what its ranks need under a candidate."""
+        if self.pipeline is None:
+            return None
+        memory = self.memory_of_ranks(candidate.zero_stage, candidate.layout.dp_shard)
+        return replace(self.pipeline, rank_memory=memory)
+
+    def activations(self, work: Workload) -> float:
+        """Bytes of one rank, if it worked so: of a pipeline, of the one that has most."""
+        shape = of_one_rank(self.shape, work.tp)
+        if self.pipeline is not None:
+            return max(rank_activations(shape, work, self.pipeline))
+        return activation_bytes(shape, work)
 
     def has_room_for(self, memory: dict[str, int]) -> bool:
         return sum(memory.values()) <= self.capacity_bytes

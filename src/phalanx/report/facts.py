@@ -20,6 +20,7 @@ GROUPS = (
     "forward",
     "backward",
     "collective",
+    "pipeline",
     "optimizer",
     "checkpoint",
     "evaluate",
@@ -142,6 +143,8 @@ class RunFacts:
     baselines: list[events.BaselineMeasured]
     memory: dict[int, events.MemoryMeasured]
     samples: list[events.TextGenerated]
+    pipelines: list[events.PipelineMeasured]
+    """By step; empty without a pipeline, or before one was measured."""
     story: list[Envelope]
     ledger: Ledger
     wall_s: float

@@ -62,8 +62,17 @@ def _keys(facts: RunFacts) -> list[tuple[str, str, str]]:
         ("Skipped steps", str(len(facts.skipped)), ""),
         ("Layout", words.layout(dict(facts.layout)), tokens),
         *([("Sent over tp", facts.sent_over_tp, "activations and their gradients")] if facts.sent_over_tp else []),
+        *_pipeline(facts),
         *([("Gradients sent", facts.sent.partition(",")[0], facts.sent.partition(", ")[2])] if facts.sent else []),
     ]
+
+
+def _pipeline(facts: RunFacts) -> list[tuple[str, str, str]]:
+    if not facts.pipelines:
+        return []
+    last = facts.pipelines[-1]
+    expected = f"predicted {words.percent(last.bubble_predicted, 1.0)}, of step {last.step:,}"
+    return [("Waiting for other stages", words.percent(last.bubble_measured, 1.0), expected)]
 
 
 def _held_out(facts: RunFacts) -> tuple[str, str]:

@@ -11,6 +11,7 @@ from phalanx.report.facts import RunFacts
 from phalanx.report.head import header
 from phalanx.report.markup import Html, join, tag
 from phalanx.report.memory import memory_section
+from phalanx.report.pipeline_section import has_pipeline, pipeline_section
 from phalanx.report.planned import plan_section
 from phalanx.report.reduce import reduce_run
 from phalanx.report.story import files_section, job_section, story_section, text_section
@@ -21,6 +22,7 @@ CONTENT_SECURITY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'u
 _NAVIGATION = (
     ("training", "Training"),
     ("time", "Time"),
+    ("pipeline", "Pipeline"),
     ("memory", "Memory"),
     ("plan", "Plan"),
     ("events", "Checkpoints, faults, restarts"),
@@ -61,7 +63,7 @@ def render(facts: RunFacts) -> str:
     body = tag(
         "body",
         tag("a", "Skip to the numbers", href="#main", class_="skip-link"),
-        tag("div", header(facts), _navigation(), _main(facts), _footer(), class_="page"),
+        tag("div", header(facts), _navigation(facts), _main(facts), _footer(), class_="page"),
         tag("script", script),
     )
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
@@ -69,13 +71,15 @@ def render(facts: RunFacts) -> str:
 
 def _main(facts: RunFacts) -> Html:
     sections = (
-        curves, time_section, memory_section, plan_section, story_section, text_section, job_section, files_section,
+        curves, time_section, pipeline_section, memory_section, plan_section, story_section, text_section, job_section,
+        files_section,
     )  # fmt: skip
     return tag("main", join(section(facts) for section in sections), id="main")
 
 
-def _navigation() -> Html:
-    links = [tag("a", text, href=f"#{name}") for name, text in _NAVIGATION]
+def _navigation(facts: RunFacts) -> Html:
+    sections = [(name, text) for name, text in _NAVIGATION if name != "pipeline" or has_pipeline(facts)]
+    links = [tag("a", text, href=f"#{name}") for name, text in sections]
     return tag("nav", links, aria_label="Sections")
 
 

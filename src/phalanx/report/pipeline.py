@@ -21,7 +21,7 @@ MIN_LABEL_SHARE = 0.011  # of the step: narrower boxes have no room for a number
 
 _WIDTH, _HEIGHT = 10_000, 100  # of the SVG's own coordinates
 _CLASS: dict[Kind, str] = {"F": "pf", "B": "pb", "I": "pi", "W": "pw"}
-_UNITS = ((1.0, "seconds"), (1e3, "milliseconds"), (1e6, "microseconds"))
+_UNITS = ((1.0, "seconds of the step"), (1e3, "milliseconds of the step"), (1e6, "microseconds of the step"))
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,13 @@ class _Box:
     late: bool
 
 
-def timeline_chart(timeline: Timeline, measured: Timeline | None = None, title: str = "Pipeline") -> Html:
-    """The figure. `measured` has the same ranks and stands under the plan, on the same scale of time."""
+def timeline_chart(
+    timeline: Timeline, measured: Timeline | None = None, title: str = "Pipeline", *, in_seconds: bool = True
+) -> Html:
+    """The figure. `measured` has the same ranks and stands under the plan, on the same scale of time.
+
+    Without `in_seconds` times are shown as parts of the step: nothing has said how fast anything is.
+    """
     lanes = {"planned": timeline} | ({"measured": measured} if measured is not None else {})
     whole_s = max(float(lane.step_s) for lane in lanes.values())
     if not whole_s > 0:
@@ -44,17 +49,17 @@ def timeline_chart(timeline: Timeline, measured: Timeline | None = None, title: 
     rows: list[Html] = []
     for rank in ranks:
         for name, lane in lanes.items():
-            rows += _row(name if measured is not None else "", lane, rank, whole_s)
+            rows += _row(name if measured is not None else "", lane, rank, whole_s, in_seconds)
     kinds = {action.kind for lane in lanes.values() for row in lane.schedule.actions for action in row}
     classes = {text: _CLASS[kind] for kind, text in KIND_NAMES.items() if kind in kinds} | {"idle": "pidle"}
-    unit, axis = _axis(whole_s)
+    unit, axis = _axis(whole_s) if in_seconds else ("% of the step", _ticks(100.0))
     return tag(
         "figure",
         tag("figcaption", tag("h3", title), legend(list(classes), classes)),
         tag("div", rows, tag("span"), axis, tag("span"), class_="lanes"),
-        tag("div", f"{unit} from the start of the step", class_="xlabel"),
-        tag("p", _note(lanes, ranks), class_="note"),
-        tag("details", tag("summary", "Data table"), _table(lanes)),
+        tag("div", f"{unit}, from its first action", class_="xlabel"),
+        tag("p", _note(lanes, ranks, in_seconds), class_="note"),
+        tag("details", tag("summary", "Data table"), _table(lanes, whole_s, in_seconds)),
         class_="chart",
     )
 
@@ -65,14 +70,14 @@ def _chosen(num_ranks: int) -> list[int]:
     return list(range(num_ranks)) if num_ranks <= MAX_RANKS else [*range(half), *range(num_ranks - half, num_ranks)]
 
 
-def _row(name: str, timeline: Timeline, rank: int, whole_s: float) -> list[Html]:
+def _row(name: str, timeline: Timeline, rank: int, whole_s: float, in_seconds: bool) -> list[Html]:
     """Name, lane and idle share of one rank. A rank's second row, the measured one, does not say the rank again."""
     boxes = list(_boxes(timeline, rank, whole_s))
     paths = _rectangles(boxes) if len(boxes) <= MAX_BOXES else _columns(boxes)
     drawn = [tag("path", d=d, class_=css_class) for css_class, d in paths.items()]
     size = f"0 0 {_WIDTH} {_HEIGHT}"
     svg = tag("svg", drawn, viewBox=size, preserveAspectRatio="none", aria_hidden="true", focusable="false")
-    labels = [_label(box, whole_s) for box in boxes] if _is_named(timeline) else []
+    labels = [_label(box, whole_s, in_seconds) for box in boxes] if _is_named(timeline) else []
     idle = words.percent(float(timeline.bubble_of(rank)), 1.0)
     said = f"rank {rank}{', ' + name if name else ''}: idle {idle}"
     first = name != "measured"
@@ -126,11 +131,15 @@ def _columns(boxes: list[_Box]) -> dict[str, str]:
     return paths
 
 
-def _label(box: _Box, whole_s: float) -> Html:
+def _took(seconds: float, whole_s: float, in_seconds: bool) -> str:
+    return words.milliseconds(seconds) if in_seconds else words.percent(seconds, whole_s)
+
+
+def _label(box: _Box, whole_s: float, in_seconds: bool) -> Html:
     """Its microbatch where there is room; everything on hover."""
     action, width = box.action, box.right - box.left
     text = str(action.microbatch) if width >= MIN_LABEL_SHARE * max(1.0, len(str(action.microbatch)) / 2) else ""
-    took = words.milliseconds(width * whole_s)
+    took = _took(width * whole_s, whole_s, in_seconds)
     hover = f"{action}: {KIND_NAMES[action.kind]} of microbatch {action.microbatch} in stage {action.stage}, {took}"
     return tag("i", text, style=f"left:{100 * box.left:.3f}%;width:{100 * width:.3f}%", title=hover)
 
@@ -138,20 +147,25 @@ def _label(box: _Box, whole_s: float) -> Html:
 def _axis(whole_s: float) -> tuple[str, Html]:
     """(unit, the ticks under the lanes)."""
     factor, unit = next((pair for pair in _UNITS if whole_s * pair[0] >= 2), _UNITS[-1])
-    ticks = linear_ticks(0.0, whole_s * factor, 8)
+    return unit, _ticks(whole_s * factor)
+
+
+def _ticks(whole: float) -> Html:
+    ticks = linear_ticks(0.0, whole, 8)
     marks = [
-        tag("span", text, class_="xtick", style=f"left:{100 * tick / (whole_s * factor):.2f}%")
+        tag("span", text, class_="xtick", style=f"left:{100 * tick / whole:.2f}%")
         for tick, text in zip(ticks, tick_texts(ticks), strict=True)
     ]
-    return unit, tag("div", marks, class_="laneaxis")
+    return tag("div", marks, class_="laneaxis")
 
 
-def _note(lanes: dict[str, Timeline], ranks: list[int]) -> str:
+def _note(lanes: dict[str, Timeline], ranks: list[int], in_seconds: bool) -> str:
     schedule = lanes["planned"].schedule
     said = [f"{schedule.name}, {schedule.num_microbatches:,} microbatch{'es' * (schedule.num_microbatches != 1)}."]
     for name, lane in lanes.items():
         idle = words.percent(float(lane.bubble), 1.0)
-        said.append(f"{name.capitalize()}: {words.seconds(float(lane.step_s))}, idle {idle}.")
+        took = f"{words.seconds(float(lane.step_s))}, " if in_seconds else ""
+        said.append(f"{name.capitalize()}: {took}idle {idle}.")
     if any(len(schedule.stages_of(rank)) > 1 for rank in ranks):
         said.append("Paler: a rank's later stages.")
     if all(_is_named(lane) for lane in lanes.values()):
@@ -164,13 +178,13 @@ def _note(lanes: dict[str, Timeline], ranks: list[int]) -> str:
     return " ".join(said)
 
 
-def _table(lanes: dict[str, Timeline]) -> Html:
+def _table(lanes: dict[str, Timeline], whole_s: float, in_seconds: bool) -> Html:
     schedule = lanes["planned"].schedule
     held = in_flight(schedule).per_rank
     rows = []
     for rank in _chosen(schedule.num_ranks):
         idle = [words.percent(float(lane.bubble_of(rank)), 1.0) for lane in lanes.values()]
-        busy = [words.milliseconds(float(lane.busy_s(rank))) for lane in lanes.values()]
+        busy = [_took(float(lane.busy_s(rank)), whole_s, in_seconds) for lane in lanes.values()]
         stages = ", ".join(map(str, schedule.stages_of(rank)))
         rows.append([str(rank), stages, *busy, *idle, str(held[rank])])
     head = [

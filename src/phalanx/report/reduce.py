@@ -67,6 +67,9 @@ def reduce_run(run_dir: Path) -> RunFacts:
         baselines=list({event.name: event for event in _of_kind(story, events.BaselineMeasured)}.values()),
         memory=log.memory,
         samples=list({event.step: event for event in _of_kind(story, events.TextGenerated)}.values()),
+        pipelines=sorted(
+            {event.step: event for event in _of_kind(story, events.PipelineMeasured)}.values(), key=_by_step
+        ),
         story=story,
         ledger=ledger,
         wall_s=_wall_s(story, ledger),
@@ -314,16 +317,18 @@ def _ledger(log: _Log, story: list[Envelope], steps: Steps, history: _History) -
     """Charge the wall clock: steps that stand, what they waited for, steps that were undone, starting, the rest."""
     starts = _of_kind(story, events.RunStarted)
     wall_s = _seconds_alive(log, story)
-    data_s, checkpoint_s, in_steps_s = (
-        sum(max(seconds, 0.0) for seconds in steps.groups_s[name]) for name in ("data", "checkpoint", "evaluate")
+    data_s, checkpoint_s, in_steps_s, stages_s = (
+        sum(max(seconds, 0.0) for seconds in steps.groups_s[name])
+        for name in ("data", "checkpoint", "evaluate", "pipeline")
     )
     between_steps_s = sum(_finite(event.wall_s) for event in _of_kind(story, events.EvalFinished))
     # A save between two steps is charged to the next one's phases but not to its seconds: unaccounted is then negative.
     between_s = sum(max(-_finite(seconds), 0.0) for seconds in steps.groups_s["unaccounted"])
     step_s = sum(_finite(seconds) for seconds in steps.step_s) + between_s
     parts = {
-        "training steps": max(step_s - data_s - checkpoint_s - in_steps_s, 0.0),
+        "training steps": max(step_s - data_s - checkpoint_s - in_steps_s - stages_s, 0.0),
         "waiting for data": data_s,
+        **({"waiting for other stages": stages_s} if stages_s else {}),
         "checkpoints": checkpoint_s,
         "evaluation": in_steps_s + between_steps_s,
         "steps done again": history.rolled_back_s,
@@ -401,7 +406,7 @@ def _of_kind(story: list[Envelope], kind: type[Kind]) -> list[Kind]:
     return [envelope.event for envelope in story if isinstance(envelope.event, kind)]
 
 
-def _by_step(event: events.EvalFinished) -> float:
+def _by_step(event: events.EvalFinished | events.PipelineMeasured) -> float:
     return event.step
 
 

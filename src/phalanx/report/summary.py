@@ -43,6 +43,7 @@ def run_json(facts: RunFacts) -> dict[str, Any]:
         "world_size": facts.world_size,
         "device": facts.device or None,
         "memory": [_memory(rank, facts.memory[rank]) for rank in sorted(facts.memory)],
+        "pipeline": _pipeline(facts),
         "checkpoints": _checkpoints(facts),
         "warnings": list(facts.warnings),
         "report": _report(facts),
@@ -79,6 +80,23 @@ def _best(facts: RunFacts) -> dict[str, Any] | None:
         "metric": best.judged_by,
         "value": _number(best.value_of(best.judged_by)),
         "checkpoint": kept.checkpoint if kept and is_kept else None,
+    }
+
+
+def _pipeline(facts: RunFacts) -> dict[str, Any] | None:
+    """The last step of a pipeline that was measured; shares of the ranks' time, 0 to 1."""
+    if not facts.pipelines:
+        return None
+    last = facts.pipelines[-1]
+    return {
+        "step": int(last.step),
+        "schedule": last.schedule,
+        "num_blocks": last.num_blocks,
+        "stage_seconds": last.stage_seconds,
+        "bubble_measured": _number(last.bubble_measured),
+        "bubble_predicted": _number(last.bubble_predicted),
+        "bubble_planned": _number(last.bubble_planned),
+        "in_flight": last.in_flight,
     }
 
 

@@ -10,10 +10,12 @@ from phalanx.report.markup import Html, table, tag
 
 MAX_RANKS = 32
 
-GROUP_CLASS = {name: f"g{index}" for index, name in enumerate(GROUPS)}
+_LATER = {"pipeline": "g10"}  # colours stay what they were when a group comes between others
+GROUP_CLASS = {name: f"g{index}" for index, name in enumerate(name for name in GROUPS if name not in _LATER)} | _LATER
 _LEDGER_CLASS = {
     "training steps": "g1",
     "waiting for data": "g0",
+    "waiting for other stages": "g10",
     "checkpoints": "g5",
     "evaluation": "g6",
     "steps done again": "g3",

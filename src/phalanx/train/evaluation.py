@@ -111,7 +111,8 @@ def read_record(run_dir: Path | None, step: int, mesh: Mesh, metric: str = LOSS)
 @contextmanager
 def undisturbed(model: ParallelModel, mesh: Mesh, seed: int) -> Iterator[None]:
     """Inside, modules are in evaluation mode, their buffers (running statistics) are rank 0's, and what they draw is
-    the same each time. Training notices nothing.
+    the same each time. Training notices nothing. In a pipeline buffers are those of the first of the ranks that hold
+    the same stages: the others have other ones.
 
     A module that its owner put into evaluation mode (a frozen BatchNorm, say) is in it afterwards, too.
     """
@@ -121,8 +122,9 @@ def undisturbed(model: ParallelModel, mesh: Mesh, seed: int) -> Iterator[None]:
         model.train(False)
         try:
             if mesh.device_mesh is not None:
+                group = mesh.data_parallel_group() if mesh.layout.pp > 1 else None
                 for buffer, _ in buffers:
-                    dist.broadcast(buffer, 0)
+                    dist.broadcast(buffer, 0 if group is None else dist.get_global_rank(group, 0), group=group)
             yield
         finally:
             model.train(True)

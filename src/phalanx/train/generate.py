@@ -17,28 +17,41 @@ def generate(
 ) -> list[int]:
     """Continue `prompt` by sampling. Collective: every rank computes the same tokens (sharded models need all ranks).
 
-    At most the last `context` tokens are read at each step. Raises TypeError for models that are not causal.
+    At most the last `context` tokens are read at each step. Raises TypeError, on every rank, for models that are not
+    causal.
     """
+    others: list[str] = []
+
+    def last_logits(outputs: Any) -> torch.Tensor:
+        """Never raises for outputs of another kind: in a pipeline only the last stage sees that they are."""
+        found = _last_logits(outputs)
+        if found is None:
+            others.append(type(outputs).__name__)
+            return torch.empty(0, dtype=torch.float64)
+        return found
+
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
     model.train(False)
     for _ in range(num_tokens):
         window = torch.tensor([tokens[-context:]], device=model.mesh.device)
-        logits = model.call_then({"inputs": window}, _last_logits)
+        logits = model.call_then({"inputs": window}, last_logits)
+        if not logits.numel():
+            raise TypeError(f"cannot sample from {others[0] if others else 'what the last stage returns'}")
         choice = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
         tokens.append(int(choice))
     model.train(True)
     return tokens[len(prompt) :]
 
 
-def _last_logits(outputs: Any) -> torch.Tensor:
-    """[vocab] fp64, on the CPU: logits after the last token."""
+def _last_logits(outputs: Any) -> torch.Tensor | None:
+    """[vocab] fp64, on the CPU: logits after the last token. None of outputs that have none."""
     if isinstance(outputs, VocabularyLogits):
         outputs = outputs.gathered()
     if isinstance(outputs, torch.Tensor):
         return outputs[0, -1].double().cpu()
     if not isinstance(outputs, CausalOutput):
-        raise TypeError(f"cannot sample from {type(outputs).__name__}")
+        return None
     if outputs.vocabulary is None:
         last = outputs.hidden_BTD[0, -1]
         return (outputs.head_VD.to(last.dtype) @ last).double().cpu()

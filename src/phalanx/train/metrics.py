@@ -27,8 +27,10 @@ class MetricSums:
         self._objective, self._mesh = objective, mesh
         self._measure: Callable[[Any, Batch], Any] | None = getattr(objective, "metrics", None)
         self._sums: dict[str, torch.Tensor] = {}
+        self._saw_outputs = False  # of a pipeline only the last stage does
 
     def __call__(self, outputs: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        self._saw_outputs = True
         if self._measure is not None:
             for name, pair in _checked(self._measure(outputs, batch)).items():
                 here = torch.stack([torch.as_tensor(number).to(self._mesh.device, torch.float64) for number in pair])
@@ -39,17 +41,20 @@ class MetricSums:
         """(sum, count) over all ranks, by name. Collective. Raises LayoutError if ranks have other names."""
         if self._measure is None:
             return {}
-        names = list(self._sums)
-        for rank, others in enumerate(self._mesh.gather_json(names)):
+        every = self._mesh.gather_json(list(self._sums) if self._saw_outputs else None)
+        told = [(rank, names) for rank, names in enumerate(every) if names is not None]
+        first, names = told[0] if told else (0, [])
+        for rank, others in told:
             if others != names:
                 raise LayoutError(
                     "the objective's metrics have other names on other ranks",
-                    why=f"{_listed(names)} here, {_listed(others)} on rank {rank}",
+                    why=f"{_listed(names)} on rank {first}, {_listed(others)} on rank {rank}",
                     fix="return the same names for every batch; of what a batch has none of, (0, 0)",
                 )
         if not names:
             return {}
-        here = torch.cat([self._sums[name] for name in names])
+        nothing = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
+        here = torch.cat([self._sums.get(name, nothing) for name in names])
         flat = self._mesh.all_reduce_sum(here if self._mesh.counts_samples else torch.zeros_like(here)).tolist()
         return {name: (flat[2 * number], flat[2 * number + 1]) for number, name in enumerate(names)}
 

@@ -54,13 +54,17 @@ class TrainState:
         model = self.model.shards()
         mesh = self.model.mesh
         named = list(self.model.named_parameters())
-        ranks = {"rank": mesh.rank, "world_size": mesh.world_size}
-        slots = optimizer_shards(self.optimizer, named, self.model.trained_shards(), **ranks)
-        own = tensors_of(self.optimizer, named, **ranks)
+        rank, num_ranks = mesh.place_in_stage
+        place = {"rank": rank, "world_size": num_ranks, "copies": self.model.copies}
+        slots = optimizer_shards(self.optimizer, named, self.model.trained_shards(), **place)
+        own = tensors_of(self.optimizer, named, rank=mesh.rank, world_size=mesh.world_size)
         return model | slots | own | self.model.reduction_shards()
 
     def facts(self) -> dict[str, Any]:
-        """What there is besides tensors. Raises CheckpointError for an optimizer that keeps what cannot be saved."""
+        """What there is besides tensors and this rank knows of.
+
+        Raises CheckpointError for an optimizer that keeps what cannot be saved.
+        """
         numbers = numbers_of(self.optimizer, self.model.named_parameters(), self._built)
         scale = self.model.loss_scale
         return {
@@ -115,7 +119,9 @@ class TrainState:
         def require(manifest: Manifest) -> Manifest:
             self._require_same_run(manifest, where)
             named = list(self.model.named_parameters())
-            puts.extend(places_of(self.optimizer, named, manifest.facts["optimizer"].get("numbers", {})))
+            elsewhere = manifest.tensors if self.model.mesh.layout.pp > 1 else ()  # parameters of other stages
+            numbers = manifest.facts["optimizer"].get("numbers", {})
+            puts.extend(places_of(self.optimizer, named, numbers, elsewhere=elsewhere))
             whole = {name: shard.global_shape for name, shard in shards.items()}
             made.extend(make_slots(self.optimizer, named, manifest.tensors, whole))
             shards.update(self.shards())
@@ -143,7 +149,8 @@ class TrainState:
         wanted = {name: shard.global_shape for name, shard in shards.items() if name.startswith(REDUCTION)}
         found = {name: tensor.shape for name, tensor in manifest.tensors.items() if name.startswith(REDUCTION)}
         self.lost_reduction = ""
-        if wanted == found:
+        is_stage = self.model.mesh.layout.pp > 1 and len(wanted) > 0  # which wants a part of what was found
+        if wanted == found or (is_stage and wanted.items() <= found.items()):
             return manifest
         for name in wanted:
             del shards[name]

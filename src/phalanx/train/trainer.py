@@ -40,6 +40,7 @@ from phalanx.train.evaluation import (
     read_record,
 )
 from phalanx.train.evaluator import Evaluator
+from phalanx.train.pipeline_record import record_pipeline, speaks_for_stage
 from phalanx.train.randomness import seed_generators
 from phalanx.train.saves import Saves
 from phalanx.train.state import TrainState
@@ -127,6 +128,7 @@ class Trainer:
         reason = self._evaluate_if_due()  # of the step that is continued from, if a stop or a crash kept it from being
         while reason is None and self.state.step < self.job.train.steps:
             facts, skipped = self._unrecorded = self.step()
+            record_pipeline(self.state.step, self.job.train.steps, self.state.model, self.bus)
             if skipped is None:
                 self._require_saveable()
             sigterm, sigint, *of_saves = facts.votes
@@ -258,7 +260,7 @@ class Trainer:
         """Once for each module whose random numbers depend on the layout."""
         news = {name: why for name, why in self.state.model.left_to_torch.items() if name not in self._said_to_draw}
         self._said_to_draw |= set(news)
-        for name, why in news.items() if self.plan.layout.world_size > 1 and self.mesh.rank == 0 else ():
+        for name, why in news.items() if self.plan.layout.world_size > 1 and speaks_for_stage(self.mesh) else ():
             text = f"{name or 'the model'}: {why}, which depend on the layout; a run repeats itself all the same"
             self.bus.emit(Note("warning", {"warning": "draws_depend_on_layout", "text": text}))
         self._say_unused()
@@ -267,9 +269,10 @@ class Trainer:
         """Once of each parameter without part in the loss, where that is allowed: it may be a mistake all the same."""
         found = self.state.model.unused_parameters - self._unused
         self._unused |= found
-        if found and self.mesh.rank == 0:
+        if found and speaks_for_stage(self.mesh):
             names = ", ".join(sorted(found)[:3]) + (" ..." if len(found) > 3 else "")
-            text = f"{len(found)} parameters had no part in rank 0's loss of step {self.state.step}: {names}"
+            where = f"rank {self.mesh.rank}'s loss of step {self.state.step}"
+            text = f"{len(found)} parameters had no part in {where}: {names}"
             self.bus.emit(Note("unused_parameters", {"why": text, "names": sorted(found)}))
 
     def _evaluate_if_due(self) -> str | None:

@@ -17,6 +17,7 @@ The types, one walk of the data:
 3. Named schedules come from `generate`, in the order in which torch's own classes run them; a schedule of one's own
    comes from a CSV file in the format that torch's pipeline runtime reads. Both go through `check`.
 4. `Stages` says which blocks a stage has. The first stage has the embedding as well, the last one the head.
-5. `Timeline` is the schedule with begin and end of every action, from `simulate` or measured: `report.pipeline` draws
-   either. `closed_forms` are what the literature says of uniform stages; tests hold the simulation against them.
+5. `Timeline` is the schedule with begin and end of every action, from `simulate` or measured (`measured` makes it of
+   spans, and stage costs of it): `report.pipeline` draws either. `closed_forms` are what the literature says of uniform
+   stages; tests hold the simulation against them.
 """

@@ -11,6 +11,7 @@ from phalanx.job.schema import Job
 from phalanx.plan.pipeline.check import require_runnable
 from phalanx.plan.pipeline.csv_file import read_schedule
 from phalanx.plan.pipeline.generate import can_run, default_stages_per_rank, require_stages_per_rank
+from phalanx.plan.pipeline.planned import placement_of
 from phalanx.plan.pipeline.schedule import Schedule
 
 DEFAULT_SCHEDULE = "1f1b"
@@ -25,6 +26,12 @@ class Asked:
     num_ranks: int
     num_stages: int
     written: Schedule | None = None
+
+    @property
+    def rank_of_stage(self) -> tuple[int, ...]:
+        if self.written is not None:
+            return self.written.rank_of_stage
+        return placement_of(self.name, self.num_ranks, self.num_stages // self.num_ranks)
 
     def can_run(self, num_microbatches: int) -> bool:
         if self.written is not None:

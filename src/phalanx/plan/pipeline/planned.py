@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from phalanx.plan.pipeline.cut import Stages
@@ -21,7 +22,8 @@ class Pipeline:
 
     `costs`: predicted seconds of each stage for one microbatch, on any one scale; empty where nobody can say.
     `first_stage` and `last_stage`: modules outside the blocks that these hold besides what follows from the order in
-    which a module registers its parts.
+    which a module registers its parts. `rank_memory`: predicted bytes of each pipeline rank by category, as a plan's
+    candidates have them for the rank that needs most.
     """
 
     schedule_name: str
@@ -33,6 +35,12 @@ class Pipeline:
     costs: tuple[StageCosts, ...] = ()
     first_stage: tuple[str, ...] = ()
     last_stage: tuple[str, ...] = ()
+    rank_memory: tuple[dict[str, int], ...] = ()
+
+    @property
+    def rank_bytes(self) -> tuple[int, ...]:
+        """Predicted bytes of each pipeline rank, beyond interpreter and torch; empty where none were predicted."""
+        return tuple(sum(memory.values()) for memory in self.rank_memory)
 
     @property
     def num_stages(self) -> int:
@@ -52,7 +60,7 @@ class Pipeline:
         if self.rows:
             rows = tuple(tuple(Action.from_text(cell) for cell in row.split(",")) for row in self.rows)
             return Schedule(self.schedule_name, self.num_microbatches, self.rank_of_stage, rows)
-        return generate(self.schedule_name, self.num_ranks, self.num_microbatches, self.stages_per_rank)
+        return _generated(self.schedule_name, self.num_ranks, self.num_microbatches, self.stages_per_rank)
 
     def with_microbatches(self, num_microbatches: int) -> Pipeline:
         """The same stages for a step of another number of microbatches. Not for a schedule from a file."""
@@ -60,7 +68,7 @@ class Pipeline:
 
     def timeline(self) -> Timeline | None:
         """One step as it is predicted, on the scale of `costs`; None where these are not known."""
-        return simulate(self.schedule(), self.costs) if self.costs else None
+        return _simulated(replace(self, rank_memory=())) if self.costs else None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -76,6 +84,8 @@ class Pipeline:
             ],
             "first_stage": list(self.first_stage),
             "last_stage": list(self.last_stage),
+            "rank_memory": list(self.rank_memory),
+            "rank_bytes": list(self.rank_bytes),
         }
 
     @classmethod
@@ -90,12 +100,26 @@ class Pipeline:
             tuple(StageCosts(*cost) for cost in body["costs"]),
             tuple(body["first_stage"]),
             tuple(body["last_stage"]),
+            tuple(body.get("rank_memory", ())),
         )
+
+
+# A plan asks for one schedule and its timeline again and again, and they may have a hundred thousand actions.
+_generated = lru_cache(maxsize=4)(generate)
+
+
+@lru_cache(maxsize=4)
+def _simulated(pipeline: Pipeline) -> Timeline:
+    return simulate(pipeline.schedule(), pipeline.costs)
+
+
+def placement_of(name: str, num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
+    """Which rank has each stage of a named schedule."""
+    return (v_placement if name in V_SHAPED else loop_placement)(num_ranks, stages_per_rank)
 
 
 def named_pipeline(name: str, num_ranks: int, num_microbatches: int, stages: Stages, **more: Any) -> Pipeline:
     """A pipeline with one of the named schedules and as many stages as are given."""
     num_stages = len(stages.num_blocks)
-    place = v_placement if name in V_SHAPED else loop_placement
-    placement = place(num_ranks, num_stages // num_ranks)
+    placement = placement_of(name, num_ranks, num_stages // num_ranks)
     return Pipeline(name, num_ranks, num_microbatches, stages, placement, **more)

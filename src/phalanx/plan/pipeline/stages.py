@@ -5,33 +5,94 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 from phalanx.core.errors import LayoutError
 from phalanx.job.nearby import divisors
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
-from phalanx.plan.memory import Workload
+from phalanx.plan.memory import Workload, of_one_rank
 from phalanx.plan.pipeline.asked import Asked
-from phalanx.plan.pipeline.cut import LayerCosts, Stages, check_cut, cut
+from phalanx.plan.pipeline.cut import LayerCosts, Stages, check_cut
+from phalanx.plan.pipeline.memory import rank_activations
 from phalanx.plan.pipeline.parts import costs_of, parts_of
 from phalanx.plan.pipeline.planned import FROM_FILE, Pipeline, named_pipeline
+from phalanx.plan.pipeline.remedies import LIMIT, enough_microbatches
+from phalanx.plan.pipeline.spread import cut_for_ranks
+from phalanx.plan.recompute import job_segments, said, within_budget
 from phalanx.plan.segments import Segment
 
 
-def pipeline_of(job: Job, shape: ModelShape, asked: Asked, work: Workload, num_ranks: int) -> Pipeline:
-    """Raises LayoutError for a model that cannot be cut so often, or not as the job says."""
+def with_pipeline(
+    job: Job, shape: ModelShape, asked: Asked, work: Workload, num_ranks: int, reasons: list[str]
+) -> tuple[Workload, Pipeline]:
+    """`work` with the blocks that are recomputed, and its pipeline; adds what must be said of them to `reasons`.
+
+    Raises LayoutError for a model that cannot be cut so often, or not as the job says, and for a budget of recompute
+    that a rank cannot keep to.
+    """
+    if shape.measured is not None and not shape.num_layers:
+        raise LayoutError(
+            f"{shape.kind} shows no repeated blocks, and parallel.pp cuts between blocks",
+            fix='keep its blocks in one nn.ModuleList of one class, or name them: block_pattern = "layers.*"',
+        )
     parts = parts_of(job, shape)
-    recomputed = recomputed_blocks(work.segments or ())
-    stages = _stages(job, shape, asked, _with_recompute(parts.layer_costs, recomputed), num_ranks)
-    costs = costs_of(parts, stages, samples=work.micro_batch_size, recomputed=recomputed, tp=work.tp)
-    held = {"first_stage": job.parallel.first_stage, "last_stage": job.parallel.last_stage}
+    has_budget = job.train.recompute == "budget"
+    segments = () if has_budget else job_segments(job, shape)
+    costs = weighed(parts.layer_costs, segments)
+    pipeline = _uncosted(job, asked, work, _stages(job, shape, asked, costs, num_ranks))
+    if has_budget:
+        segments = _within_budget(job, shape, work, pipeline)
+    work = replace(work, segments=within_stages(segments, pipeline.stages))
+    recomputed, samples = recomputed_blocks(segments), work.micro_batch_size
+    seconds = costs_of(parts, pipeline.stages, samples=samples, recomputed=recomputed, tp=work.tp)
+    here = of_one_rank(shape, work.tp)
+    size = max(rank_activations(here, work, pipeline)) if shape.is_known else 0
+    reasons += said(job, shape, work.segments or (), size)
+    return work, replace(pipeline, costs=seconds)
+
+
+def sized_pipeline(
+    job: Job, shape: ModelShape, asked: Asked, work: Workload, num_ranks: int, reasons: list[str]
+) -> tuple[Workload, Pipeline]:
+    """`with_pipeline`; with more and smaller microbatches where the job leaves their size open, the stages as they
+    were cut would wait too long, and that helps."""
+    of_first: list[str] = []
+    found, pipeline = with_pipeline(job, shape, asked, work, num_ranks, of_first)
+    timeline = pipeline.timeline()
+    if job.train.micro_batch_size is None and timeline is not None and timeline.bubble > LIMIT:
+        share = work.micro_batch_size * work.num_microbatches
+        enough = enough_microbatches(pipeline, share)
+        if enough is not None and enough[1]:
+            count = enough[0]
+            more = replace(work, micro_batch_size=share // count, num_microbatches=count)
+            return with_pipeline(job, shape, asked, more, num_ranks, reasons)
+    reasons += of_first
+    return found, pipeline
+
+
+def _uncosted(job: Job, asked: Asked, work: Workload, stages: Stages) -> Pipeline:
+    held: dict[str, Any] = {"first_stage": job.parallel.first_stage, "last_stage": job.parallel.last_stage}
     if asked.written is None:
-        return named_pipeline(asked.name, asked.num_ranks, work.num_microbatches, stages, costs=costs, **held)
+        return named_pipeline(asked.name, asked.num_ranks, work.num_microbatches, stages, **held)
     rows = tuple(",".join(map(str, row)) for row in asked.written.actions)
     placement = asked.written.rank_of_stage
-    return Pipeline(
-        FROM_FILE, asked.num_ranks, work.num_microbatches, stages, placement, rows=rows, costs=costs, **held
-    )
+    return Pipeline(FROM_FILE, asked.num_ranks, work.num_microbatches, stages, placement, rows=rows, **held)
+
+
+def _within_budget(job: Job, shape: ModelShape, work: Workload, pipeline: Pipeline) -> tuple[Segment, ...]:
+    """Each rank recomputes as few of its blocks as it must."""
+    here = of_one_rank(shape, work.tp)
+    found: list[Segment] = []
+    for rank in range(pipeline.num_ranks):
+        ranges = [pipeline.stages.ranges[stage] for stage in pipeline.stages_of(rank)]
+        blocks = [block for begin, end in ranges for block in range(begin, end)]
+
+        def activations(segments: tuple[Segment, ...], rank: int = rank) -> float:
+            return rank_activations(here, replace(work, segments=segments), pipeline)[rank]
+
+        found += within_budget(job, shape, work, blocks, activations)
+    return tuple(sorted(found, key=lambda segment: segment.start))
 
 
 def recomputed_blocks(segments: Collection[Segment]) -> frozenset[int]:
@@ -50,19 +111,15 @@ def within_stages(segments: Collection[Segment], stages: Stages) -> tuple[Segmen
     return tuple(found)
 
 
-def _with_recompute(costs: LayerCosts, recomputed: Collection[int]) -> LayerCosts:
+def weighed(costs: LayerCosts, segments: Collection[Segment]) -> LayerCosts:
     """A forward is a third of a block's cost, and done again it is a third more."""
+    recomputed = recomputed_blocks(segments)
     blocks = tuple(cost * 4 / 3 if block in recomputed else cost for block, cost in enumerate(costs.blocks))
     return replace(costs, blocks=blocks) if recomputed else costs
 
 
 def _stages(job: Job, shape: ModelShape, asked: Asked, costs: LayerCosts, num_ranks: int) -> Stages:
     num_blocks, num_stages = shape.num_layers, asked.num_stages
-    if shape.measured is not None and not num_blocks:
-        raise LayoutError(
-            f"{shape.kind} shows no repeated blocks, and parallel.pp cuts between blocks",
-            fix='keep its blocks in one nn.ModuleList of one class, or name them: block_pattern = "layers.*"',
-        )
     if job.parallel.stage_blocks:
         return check_cut(job.parallel.stage_blocks, num_blocks, num_stages)
     most = num_blocks + (costs.embedding > 0) + (costs.head > 0)
@@ -74,4 +131,4 @@ def _stages(job: Job, shape: ModelShape, asked: Asked, costs: LayerCosts, num_ra
             f"{num_blocks} blocks cannot be cut into the {num_stages} stages of {over}",
             fix=f"nearest: parallel.pp={fitting[-1]}" if fitting else "leave parallel.pp out, or use a deeper model",
         )
-    return cut(costs, num_stages)
+    return cut_for_ranks(costs, asked.rank_of_stage)

@@ -1,0 +1,187 @@
+"""What a measured pipeline means: how much its ranks wait, whether that is too much, and what to do about it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.core.errors import LayoutError
+from phalanx.observe.events import PipelineMeasured
+from phalanx.plan.pipeline.generate import generate
+from phalanx.plan.pipeline.measured import planned_at, times, total_s
+from phalanx.plan.pipeline.planned import Pipeline
+from phalanx.plan.pipeline.simulate import StageCosts, Timeline, simulate
+from phalanx.report import words
+from phalanx.report.words import as_number
+
+LIMIT = 0.2  # of the ranks' time; waiting more than that is worth a change
+UNEVEN = 1.1  # the slowest stage against the mean of all
+UNEXPLAINED = 0.05  # of the ranks' time: what the schedule and the stages' times do not account for
+MAX_ACTIONS = 100_000  # of a schedule that is looked at here
+MAX_TIMES = 8  # so many times as many microbatches are proposed at most
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A PipelineMeasured beside the plan of its run. `of` makes it from what files say, and trusts nothing."""
+
+    event: PipelineMeasured
+    pipeline: Pipeline
+    costs: tuple[StageCosts, ...]
+    samples_per_rank: int
+    """Samples of a step in each data-parallel share; 0 where the plan does not say."""
+    run_dir: Path
+
+    @classmethod
+    def of(cls, event: PipelineMeasured | None, plan: dict[str, Any], run_dir: Path) -> Measured | None:
+        """None where there is no such event, or files that do not fit together."""
+        pipeline = pipeline_of(plan)
+        if event is None or pipeline is None:
+            return None
+        try:
+            costs = tuple(StageCosts(*map(float, row)) for row in event.stage_seconds)
+            held = [int(count) for count in event.in_flight]
+            is_whole = all(math.isfinite(total_s(cost)) for cost in costs)
+        except (TypeError, ValueError):
+            return None
+        if not is_whole or len(costs) != pipeline.num_stages or len(held) != pipeline.num_ranks:
+            return None
+        samples = as_number(plan.get("num_microbatches")) * as_number(plan.get("micro_batch_size"))
+        return cls(event, pipeline, costs, int(samples) if math.isfinite(samples) else 0, run_dir)
+
+    @property
+    def slowest(self) -> tuple[int, float]:
+        """The slowest stage, and how many times the mean it takes."""
+        totals = [total_s(cost) for cost in self.costs]
+        mean = sum(totals) / len(totals)
+        slowest = max(range(len(totals)), key=totals.__getitem__)
+        return slowest, totals[slowest] / mean if mean else 1.0
+
+    @property
+    def is_uneven(self) -> bool:
+        return self.slowest[1] > UNEVEN
+
+    @property
+    def is_long(self) -> bool:
+        """Of a bubble: more than the limit."""
+        return self.event.bubble_measured > LIMIT
+
+    def planned(self) -> Timeline | None:
+        """The plan's timeline on the scale of what was measured; None where the plan has no costs."""
+        return planned_at(self.pipeline, self.costs)
+
+    def in_words(self) -> str:
+        """ "ranks wait 23.1 % of the step for other stages (predicted 21.0 %)"."""
+        predicted = words.percent(self.event.bubble_predicted, 1.0)
+        measured = words.percent(self.event.bubble_measured, 1.0)
+        return f"ranks wait {measured} of the step for other stages (predicted {predicted})"
+
+    def advice(self) -> list[str]:
+        """What to do, a sentence each; nothing where ranks wait little and stages are even."""
+        said = []
+        if self.is_uneven:
+            stage, ratio = self.slowest
+            said.append(
+                f"Stage {stage} is the slowest, at {ratio:.2f} times the mean of all: cut the model again by what was "
+                f"measured, phalanx plan JOB.toml --recut {self.run_dir}."
+            )
+        if not self.is_long:
+            return said
+        more = self._more_microbatches() + self._interleaved()
+        said += more
+        extra = self.event.bubble_measured - self.event.bubble_predicted
+        if extra > UNEXPLAINED:
+            said.append(
+                f"{words.percent(extra, 1.0)} of the ranks' time follows from neither schedule nor stages: "
+                "it is sending, or ranks that share cores or wait for something else."
+            )
+        if not said:
+            said.append("More microbatches, or fewer pipeline ranks (parallel.pp), make it shorter.")
+        return said
+
+    @property
+    def _once_cut(self) -> tuple[StageCosts, ...]:
+        """What stages take, all the same where they should be cut again: nothing else mends a stage that is slow."""
+        if not self.is_uneven:
+            return self.costs
+        parts = zip(
+            *((cost.forward_s, cost.backward_input_s, cost.backward_weight_s) for cost in self.costs), strict=True
+        )
+        mean = StageCosts(*(sum(part) / len(self.costs) for part in parts))
+        return (mean,) * len(self.costs)
+
+    @property
+    def _wait(self) -> str:
+        return "the wait of even stages" if self.is_uneven else "the wait"
+
+    def _more_microbatches(self) -> list[str]:
+        """The least number with which the schedule keeps to the limit."""
+        now = self.pipeline.num_microbatches
+        for count, how in self._counts():
+            # a microbatch of fewer samples takes less time in all stages alike, which no share depends on
+            bubble = _bubble(self.pipeline, count, self._once_cut)
+            if bubble is not None and bubble <= LIMIT:
+                share = words.percent(bubble, 1.0)
+                return [f"{count} microbatches instead of {now} ({how}) would bring {self._wait} to about {share}."]
+        return []
+
+    def _counts(self) -> Iterator[tuple[int, str]]:
+        """Numbers of microbatches there could be, and by which key of the job: smaller ones before more samples."""
+        now, samples = self.pipeline.num_microbatches, self.samples_per_rank
+        most = min(MAX_TIMES * now, MAX_ACTIONS // (3 * self.pipeline.num_stages))
+        for count in range(now + 1, min(most, samples) + 1):
+            if samples % count == 0:
+                yield count, f"train.micro_batch_size={samples // count}"
+        for factor in range(2, most // now + 1):
+            yield factor * now, f"a train.global_batch_size {factor} times as large"
+
+    def _interleaved(self) -> list[str]:
+        """Two stages on each rank instead of one, if blocks can be cut so."""
+        pipeline = self.pipeline
+        can = pipeline.schedule_name in ("gpipe", "1f1b") and min(pipeline.stages.num_blocks) >= 2
+        halves = [times(cost, 0.5) for cost in self._once_cut for _ in range(2)]
+        bubble = _bubble_of("interleaved", pipeline.num_ranks, pipeline.num_microbatches, 2, halves) if can else None
+        if bubble is None or bubble > 0.9 * self.event.bubble_predicted:
+            return []
+        share = words.percent(bubble, 1.0)
+        return [f'parallel.schedule="interleaved", two stages on each rank, would bring {self._wait} to about {share}.']
+
+
+def pipeline_of(plan: dict[str, Any]) -> Pipeline | None:
+    """The plan's pipeline, if it has one and it can be looked at: plan.json may hold anything."""
+    body = plan.get("pipeline")
+    if not isinstance(body, dict):
+        return None
+    try:
+        found = Pipeline.from_json(body)
+        if not 0 < found.num_stages * found.num_microbatches * 3 <= MAX_ACTIONS or found.num_ranks > found.num_stages:
+            return None
+        schedule = found.schedule()
+        is_whole = len(found.stages.num_blocks) == schedule.num_stages == found.num_stages
+        has_costs = len(found.costs) in (0, found.num_stages)
+        if not (is_whole and has_costs and schedule.num_ranks == found.num_ranks):
+            return None
+        found.timeline()
+    except (LayoutError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError):
+        return None
+    return found
+
+
+def _bubble(pipeline: Pipeline, num_microbatches: int, costs: Sequence[StageCosts]) -> float | None:
+    """Of a named schedule with another number of microbatches; None where there is none."""
+    if pipeline.rows:
+        return None
+    return _bubble_of(pipeline.schedule_name, pipeline.num_ranks, num_microbatches, pipeline.stages_per_rank, costs)
+
+
+def _bubble_of(
+    name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int, costs: Sequence[StageCosts]
+) -> float | None:
+    try:
+        schedule = generate(name, num_ranks, num_microbatches, stages_per_rank)
+    except LayoutError:
+        return None
+    return float(simulate(schedule, costs).bubble)

@@ -1,0 +1,117 @@
+"""What a step of a pipeline looked like: the spans of its ranks, gathered at a few steps of a run."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from phalanx.mesh.mesh import Mesh
+from phalanx.observe.bus import Bus
+from phalanx.observe.events import PipelineMeasured
+from phalanx.parallel.model import ParallelModel
+from phalanx.plan.pipeline.held import in_flight
+from phalanx.plan.pipeline.measured import measured_costs, measured_timeline, splits_backward
+from phalanx.plan.pipeline.planned import Pipeline
+from phalanx.plan.pipeline.simulate import Timeline, simulate
+
+FIRST = 5  # allocators and caches have settled by then
+
+
+def is_recorded(step: int, last_step: int) -> bool:
+    """Steps 5, 50, 500, ... and the last: a function of the step alone, so that every rank decides alike."""
+    if step == last_step:
+        return True
+    while step > FIRST and step % 10 == 0:
+        step //= 10
+    return step == FIRST
+
+
+def record_pipeline(step: int, last_step: int, model: ParallelModel, bus: Bus) -> None:
+    """After a step: gather its spans and say them, where there is a pipeline and the step is one that is recorded.
+
+    Collective at these steps. Spans are host times: on a GPU those at which work was handed over, not those at which it
+    was done, unless something waited for it.
+    """
+    if model.plan.pipeline is None or not is_recorded(step, last_step):
+        return
+    with model.phases("collective", "gather the spans of the pipeline"):
+        told = model.mesh.gather_json(_of_this_rank(model))
+    spans = on_one_clock([mine for mine in told if mine is not None])
+    if model.mesh.rank == 0 and all(spans):
+        bus.emit(measured_pipeline(step, model.plan.pipeline, spans))
+
+
+def _of_this_rank(model: ParallelModel) -> dict[str, Any] | None:
+    """One rank speaks for all that compute the same stages: ranks are in the order of the pipeline, then."""
+    if not speaks_for_stage(model.mesh):
+        return None
+    return {"clock": _clock(), "zero_s": model.finished_at, "spans": model.pipeline_spans or []}
+
+
+def speaks_for_stage(mesh: Mesh) -> bool:
+    """True for the first of the ranks that hold the same stages of a pipeline; of all ranks, where there is none."""
+    return all(place == 0 for axis, place in mesh.coordinates.items() if axis != "pp")
+
+
+def on_one_clock(told: Sequence[dict[str, Any]]) -> list[list[tuple[str, float, float]]]:
+    """Spans by rank, with one zero.
+
+    On one machine `time.perf_counter` is one clock for all processes, and is taken as it is. Those of several machines
+    have nothing in common: there each rank's zero is when it left the reduction that ended the step, which all ranks
+    leave at about the same time (within one trip of a message).
+    """
+    is_one_clock = len({mine["clock"] for mine in told}) == 1
+    return [
+        [(action, begin - zero_s, end - zero_s) for action, begin, end in mine["spans"]]
+        for mine in told
+        for zero_s in [0.0 if is_one_clock else mine["zero_s"]]
+    ]
+
+
+def _clock() -> str:
+    """Equal for processes whose monotonic clock is the same one: of one boot, and of one time namespace."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/time')}"
+    except OSError:
+        return platform.node()
+
+
+def measured_pipeline(
+    step: int, pipeline: Pipeline, spans: Sequence[Sequence[tuple[str, float, float]]]
+) -> PipelineMeasured:
+    """The fact. `spans` by pipeline rank, in seconds from any one zero.
+
+    The bubble is predicted twice: from the plan's costs, as it was before the run, and from what stages really take, so
+    that costs that were estimated wrong and a schedule that is not followed can be told apart.
+    """
+    measured = measured_timeline(pipeline.schedule_name, spans)
+    costs = measured_costs(measured)
+    planned = pipeline.timeline()
+    return PipelineMeasured(
+        step=step,
+        schedule=pipeline.schedule_name,
+        num_blocks=list(pipeline.stages.num_blocks),
+        stage_seconds=[
+            [float(cost.forward_s), float(cost.backward_input_s), float(cost.backward_weight_s)] for cost in costs
+        ],
+        splits_backward=splits_backward(measured.schedule),
+        spans=_spans(measured),
+        bubble_measured=float(measured.bubble),
+        bubble_predicted=float(simulate(measured.schedule, costs).bubble),
+        bubble_planned=float("nan") if planned is None else float(planned.bubble),
+        in_flight=list(in_flight(measured.schedule).per_rank),
+    )
+
+
+def _spans(timeline: Timeline) -> list[list[list[Any]]]:
+    """To the tenth of a microsecond: events are text."""
+    return [
+        [
+            [str(action), round(float(begin), 7), round(float(end), 7)]
+            for action, (begin, end) in zip(row, times, strict=True)
+        ]
+        for row, times in zip(timeline.schedule.actions, timeline.spans_s, strict=True)
+    ]

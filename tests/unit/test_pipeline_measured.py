@@ -1,0 +1,221 @@
+"""What is read out of the spans of a pipeline: the reference is the simulation that the spans were made with."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.core.errors import LayoutError
+from phalanx.observe.events import PipelineMeasured, seal
+from phalanx.observe.tail import read_event
+from phalanx.plan.pipeline.cut import Stages
+from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, default_stages_per_rank
+from phalanx.plan.pipeline.measured import measured_costs, measured_timeline, planned_at, splits_backward, total_s
+from phalanx.plan.pipeline.planned import Pipeline, named_pipeline
+from phalanx.plan.pipeline.simulate import StageCosts, Timeline, simulate
+from phalanx.report.bubble import LIMIT, Measured, pipeline_of
+from phalanx.train.pipeline_record import is_recorded, measured_pipeline, on_one_clock
+
+Spans = list[list[tuple[str, float, float]]]
+EVEN = StageCosts(0.010, 0.012, 0.008)
+
+
+def spans_of(timeline: Timeline, zero_s: float = 0.0) -> Spans:
+    return [
+        [(str(action), zero_s + float(begin), zero_s + float(end)) for action, (begin, end) in zip(*row, strict=True)]
+        for row in zip(timeline.schedule.actions, timeline.spans_s, strict=True)
+    ]
+
+
+def pipeline(
+    name: str = "1f1b", num_ranks: int = 4, num_microbatches: int = 8, costs: Sequence[StageCosts] | None = None
+) -> Pipeline:
+    num_stages = num_ranks * default_stages_per_rank(name)
+    given = tuple(costs if costs is not None else [EVEN] * num_stages)
+    return named_pipeline(name, num_ranks, num_microbatches, Stages((2,) * num_stages), costs=given)
+
+
+def measured(planned: Pipeline, costs: Sequence[StageCosts], send_s: float = 0.0, step: int = 5) -> PipelineMeasured:
+    return measured_pipeline(step, planned, spans_of(simulate(planned.schedule(), costs, send_s), 17.0))
+
+
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
+def test_what_was_simulated_is_measured(name: str) -> None:
+    """Stages of uneven costs: the same bubble, measured and predicted; whole backwards have no second half."""
+    planned = pipeline(name)
+    draw = random.Random(name)
+    costs = [StageCosts(draw.uniform(1, 2), draw.uniform(1, 2), draw.uniform(1, 2)) for _ in planned.costs]
+    timeline = simulate(planned.schedule(), costs)
+    event = measured(planned, costs)
+    assert event.bubble_measured == pytest.approx(float(timeline.bubble), abs=1e-9)
+    assert event.bubble_predicted == pytest.approx(float(timeline.bubble), abs=1e-9)
+    assert event.bubble_planned == pytest.approx(float(planned.timeline().bubble))  # type: ignore[union-attr]
+    assert event.splits_backward == (name in ("interleaved-zero-bubble", "zb-v", "dualpipe-v"))
+    for (forward_s, input_s, weight_s), cost in zip(event.stage_seconds, costs, strict=True):
+        assert forward_s == pytest.approx(cost.forward_s)
+        if event.splits_backward:
+            assert (input_s, weight_s) == pytest.approx((cost.backward_input_s, cost.backward_weight_s))
+        else:
+            assert (input_s, weight_s) == pytest.approx((cost.backward_input_s + cost.backward_weight_s, 0.0))
+
+
+def test_sending_is_measured_and_not_predicted() -> None:
+    planned = pipeline()
+    slow, fast = measured(planned, planned.costs, send_s=0.004), measured(planned, planned.costs)
+    assert slow.bubble_measured > fast.bubble_measured + 0.05
+    assert slow.bubble_predicted == pytest.approx(fast.bubble_predicted)
+    assert fast.bubble_predicted == pytest.approx(3 / 11)  # (p - 1) / (m + p - 1)
+
+
+def test_a_stage_that_splits_some_backwards_keeps_all_their_seconds() -> None:
+    """Whole ones that are faster than two halves: DualPipe-V has both."""
+    spans = [[("0F0", 0.0, 1.0), ("0B0", 1.0, 2.0), ("0F1", 2.0, 3.0), ("0I1", 3.0, 4.0), ("0W1", 4.0, 7.0)]]
+    timeline = measured_timeline("own", spans)
+    assert splits_backward(timeline.schedule)
+    (cost,) = measured_costs(timeline)
+    assert (cost.forward_s, cost.backward_input_s, cost.backward_weight_s) == pytest.approx((1.0, 0.625, 1.875))
+    assert total_s(cost) * 2 == pytest.approx(7.0)
+
+
+def test_zero_is_the_first_action_of_any_rank() -> None:
+    spans: Spans = [[("0F0", 105.0, 106.0)], [("1F0", 104.0, 107.5)]]
+    assert measured_timeline("own", spans).spans_s == (((1.0, 2.0),), ((0.0, 3.5),))
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [], [[]], [[("0F0", 2.0, 1.0)]], [[("0F0", math.nan, 1.0)]], [[("1F0", 0.0, 1.0)]], [[("F", 0.0, 1.0)]],
+        [["0F0"]],
+        [[(3, 0.0, 1.0)]], [[("0F0", "a", 1.0)]], [3], [[("0F0", None, 1.0)]],
+    ],
+)  # fmt: skip
+def test_what_is_no_step_is_refused(spans: Any) -> None:
+    with pytest.raises(LayoutError):
+        measured_timeline("own", spans)
+
+
+def test_the_plan_is_shown_at_the_speed_that_was_measured() -> None:
+    """Its costs are on any scale; the mean of the stages is then the measured one, and the bubble stays the plan's."""
+    costs = [StageCosts(1, 1, 1), StageCosts(2, 2, 2), StageCosts(1, 1, 1), StageCosts(1, 1, 1)]
+    planned = pipeline(costs=costs)
+    found = planned_at(planned, [StageCosts(0.01, 0.02, 0.0)] * 4)
+    assert found is not None
+    assert sum(map(total_s, measured_costs(found))) == pytest.approx(4 * 0.03)
+    assert float(found.bubble) == pytest.approx(float(planned.timeline().bubble))  # type: ignore[union-attr]
+    assert planned_at(pipeline(costs=()), [EVEN] * 4) is None
+    with pytest.raises(LayoutError, match="3 stages were measured"):
+        planned_at(planned, [EVEN] * 3)
+
+
+def test_steps_that_are_recorded() -> None:
+    assert [step for step in range(1, 6001) if is_recorded(step, 6000)] == [5, 50, 500, 5000, 6000]
+    assert [step for step in range(1, 4) if is_recorded(step, 3)] == [3]
+
+
+def test_clocks_of_several_machines_start_when_ranks_left_a_reduction() -> None:
+    """One machine: as they are. Two machines: their clocks have nothing in common, and the reduction has."""
+    here = {"clock": "a", "zero_s": 10.0, "spans": [["0F0", 7.0, 8.0]]}
+    there = {"clock": "b", "zero_s": 1010.0, "spans": [["1F0", 1008.0, 1009.0]]}
+    assert on_one_clock([here, there]) == [[("0F0", -3.0, -2.0)], [("1F0", -2.0, -1.0)]]
+    assert on_one_clock([here, {**there, "clock": "a"}]) == [[("0F0", 7.0, 8.0)], [("1F0", 1008.0, 1009.0)]]
+
+
+def test_the_event_survives_its_file() -> None:
+    event = measured(pipeline("zb-v", 2, 4, costs=()), [EVEN] * 4)
+    back = read_event(seal(event, rank=0, attempt=0).to_line().encode())
+    assert back is not None
+    assert isinstance(back.event, PipelineMeasured)
+    assert math.isnan(back.event.bubble_planned), "a plan without costs said nothing"
+    assert measured_timeline("zb-v", back.event.spans) == measured_timeline("zb-v", event.spans)
+    assert back.event.stage_seconds == event.stage_seconds
+    assert back.event.in_flight == event.in_flight
+
+
+# --- what to do ----------------------------------------------------------------------------------------------------
+
+
+def judged(
+    planned: Pipeline, costs: Sequence[StageCosts], *, micro_batch_size: int = 4, send_s: float = 0.0
+) -> Measured:
+    plan = {"pipeline": planned.to_json(), "micro_batch_size": micro_batch_size}
+    plan["num_microbatches"] = planned.num_microbatches
+    found = Measured.of(measured(planned, costs, send_s), plan, Path("runs/a"))
+    assert found is not None
+    return found
+
+
+def test_a_short_bubble_of_even_stages_asks_for_nothing() -> None:
+    found = judged(pipeline(num_microbatches=16), [EVEN] * 4)  # 3 / 19
+    assert found.in_words() == "ranks wait 15.8 % of the step for other stages (predicted 15.8 %)"
+    assert not found.is_long
+    assert found.advice() == []
+
+
+def test_a_long_bubble_asks_for_the_least_number_of_microbatches_that_mends_it() -> None:
+    """(p - 1) / (m + p - 1): 3/11 with 8, and 3/19 with 16, which is the next number that divides 32 samples."""
+    found = judged(pipeline(), [EVEN] * 4)
+    assert found.event.bubble_measured == pytest.approx(3 / 11)
+    assert found.event.bubble_measured > LIMIT
+    first, second = found.advice()
+    assert first == ("16 microbatches instead of 8 (train.micro_batch_size=2) would bring the wait to about 15.8 %.")
+    assert second.startswith('parallel.schedule="interleaved"')
+    assert second.endswith("about 15.8 %.")  # (p - 1) / (v m + p - 1)
+    (of_one_sample, _) = judged(pipeline(), [EVEN] * 4, micro_batch_size=1).advice()
+    assert of_one_sample.startswith("16 microbatches instead of 8 (a train.global_batch_size 2 times as large)")
+
+
+def test_a_slow_stage_is_named_and_the_rest_is_said_of_even_ones() -> None:
+    slow = StageCosts(0.02, 0.024, 0.016)
+    found = judged(pipeline(), [EVEN, EVEN, slow, EVEN])
+    assert found.slowest == (2, pytest.approx(1.6))
+    recut, more, _ = found.advice()
+    assert recut.startswith("Stage 2 is the slowest, at 1.60 times the mean of all")
+    assert recut.endswith("phalanx plan JOB.toml --recut runs/a.")
+    assert "the wait of even stages to about 15.8 %" in more
+    few = judged(pipeline(num_microbatches=64), [EVEN, EVEN, StageCosts(0.012, 0.014, 0.010), EVEN])
+    assert not few.is_long
+    (only,) = few.advice()
+    assert only.startswith("Stage 2 is the slowest"), "worth a cut even where ranks wait little"
+
+
+def test_what_neither_schedule_nor_stages_explain_is_said() -> None:
+    found = judged(pipeline(), [EVEN] * 4, send_s=0.004)
+    assert "follows from neither schedule nor stages" in found.advice()[-1]
+    assert not any("neither" in line for line in judged(pipeline(), [EVEN] * 4).advice())
+
+
+def test_a_schedule_of_ones_own_gets_no_numbers_it_cannot_have() -> None:
+    named = pipeline()
+    rows = tuple(",".join(map(str, row)) for row in named.schedule().actions)
+    own = Pipeline("file", 4, 8, named.stages, named.rank_of_stage, rows, named.costs)
+    assert judged(own, [EVEN] * 4).advice() == [
+        "More microbatches, or fewer pipeline ranks (parallel.pp), make it shorter."
+    ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_microbatches": 10**9}, {"rank_of_stage": [0, 1]}, {"stages": {}}, {"stages": {"num_blocks": [2]}},
+        {"rows": ["x"]},
+        {"costs": [[1]]}, {"costs": [[1, 1, 1]]}, {"schedule_name": "none"}, {"num_ranks": 0}, {"num_ranks": "4"},
+        {"rank_of_stage": None}, {"costs": [["a", 1, 1]] * 4}, {"num_microbatches": -1},
+    ],
+)  # fmt: skip
+def test_a_plan_of_any_shape_is_no_crash(change: dict[str, Any]) -> None:
+    assert pipeline_of({"pipeline": pipeline().to_json()}) is not None
+    assert pipeline_of({"pipeline": pipeline().to_json() | change}) is None
+    assert pipeline_of({"pipeline": [1]}) is None
+
+
+def test_an_event_of_other_stages_is_not_judged() -> None:
+    event = measured(pipeline(), [EVEN] * 4)
+    assert Measured.of(event, {"pipeline": pipeline(num_ranks=2).to_json()}, Path("a")) is None
+    assert Measured.of(None, {"pipeline": pipeline().to_json()}, Path("a")) is None
+    assert Measured.of(event, {}, Path("a")) is None

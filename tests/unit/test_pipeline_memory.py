@@ -1,0 +1,192 @@
+"""Memory of pipeline ranks: what adds up to the whole model, what is in flight, and what waits for a W."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from models import decoder, shape
+from phalanx.core.errors import LayoutError
+from phalanx.job.schema import Job
+from phalanx.plan import activations
+from phalanx.plan.cluster import Cluster
+from phalanx.plan.memory import Workload, activation_bytes, kept_bytes, rank_memory
+from phalanx.plan.pipeline.cut import Stages
+from phalanx.plan.pipeline.generate import SCHEDULE_NAMES
+from phalanx.plan.pipeline.memory import pipeline_memory, rank_activations, sent_bytes, stage_bytes
+from phalanx.plan.pipeline.parts import part_params
+from phalanx.plan.pipeline.planned import Pipeline, named_pipeline
+from phalanx.plan.planner import make_plan
+from phalanx.plan.segments import segments_of
+
+FOUR = Stages((2, 2, 2, 2))
+EIGHT_BLOCKS = shape(num_layers=8)
+WORK = Workload(2, 16, "fp32", "none", 8, 4, segments=())
+OPTIMIZER = 8
+
+
+def memory(pipeline: Pipeline, zero_stage: int = 0, dp_size: int = 1, work: Workload = WORK) -> list[dict[str, int]]:
+    return list(pipeline_memory(EIGHT_BLOCKS, work, pipeline, zero_stage, dp_size, "cuda", dp_size))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_ranks_hold_the_whole_model_together(name: str, tied: bool) -> None:
+    """A tied embedding is on the first and the last stage: twice, unless one rank has both."""
+    model = shape(num_layers=8, tied=tied)
+    stages = FOUR if name == "1f1b" else Stages((1,) * 8)
+    pipeline = named_pipeline(name, 4, 8, stages)
+    found = pipeline_memory(model, WORK, pipeline, 0, 1, "cuda", 1)
+    again = model.vocab_size * model.dim if tied and name == "1f1b" else 0
+    assert sum(rank["parameters"] for rank in found) == 4 * (model.num_params + again)
+    assert [rank["optimizer"] for rank in found] == [2 * rank["parameters"] for rank in found]
+    assert [rank["gradients"] for rank in found] == [rank["parameters"] for rank in found]
+
+
+def test_embedding_head_and_blocks_by_rank() -> None:
+    """dim 32, 4 heads and 2 of keys and values of 8, gated 40: a block of 6,976; 37 rows of 32 before and after."""
+    model = shape(num_layers=8, tied=False)
+    block = 32 * 8 * (4 + 4 + 2 + 2) + 3 * 32 * 40 + 2 * 32
+    assert block == 6976 == model.block_params
+    parts = part_params(model)
+    assert (parts.before, parts.after, parts.blocks) == (37 * 32, 37 * 32 + 32, (block,) * 8)
+    found = pipeline_memory(model, WORK, named_pipeline("1f1b", 4, 4, Stages((1, 3, 3, 1))), 0, 1, "cuda", 1)
+    assert [rank["parameters"] // 4 for rank in found] == [block + 1184, 3 * block, 3 * block, block + 1216]
+
+
+def test_sharding_splits_states_and_gathers_stages_whole() -> None:
+    pipeline = named_pipeline("1f1b", 4, 4, FOUR)
+    whole = memory(pipeline)
+    for stage in (1, 2, 3):
+        split = memory(pipeline, stage, 2)
+        for one, other in zip(split, whole, strict=True):
+            assert one["optimizer"] == other["optimizer"] // 2
+            if stage == 1:
+                assert (one["parameters"], one["gradients"]) == (other["parameters"], other["gradients"])
+            else:
+                assert one["parameters"] == other["parameters"] // 2 == one["gradients"]
+                # whole parameters and whole gradients, from the first microbatch to the last
+                assert one["communication"] - other["communication"] == 2 * other["parameters"]
+
+
+def test_stages_keep_what_the_model_keeps() -> None:
+    """Of one microbatch: all stages together what one rank keeps, and besides what a stage hands on, tables of angles
+    in each stage, and the gradients that the loss has computed."""
+    pipeline = named_pipeline("gpipe", 4, 1, FOUR)
+    kept = sum(stage_bytes(EIGHT_BLOCKS, WORK, pipeline, stage).kept for stage in range(4))
+    tables = 3 * WORK.tokens * activations.table_bytes(EIGHT_BLOCKS)
+    loss = WORK.tokens * 32 * 4 + 37 * 32 * 4
+    assert kept == kept_bytes(EIGHT_BLOCKS, WORK) + 3 * sent_bytes(EIGHT_BLOCKS, WORK) + tables + loss
+    assert sent_bytes(EIGHT_BLOCKS, WORK) == 2 * 16 * 32 * 4
+
+
+def test_one_stage_less_is_one_microbatch_less_of_1f1b() -> None:
+    """Stages of equal blocks hold 4, 3, 2 and 1 microbatches; those of GPipe all 8."""
+    pipeline = named_pipeline("1f1b", 4, 8, FOUR)
+    one = [stage_bytes(EIGHT_BLOCKS, WORK, pipeline, stage).kept for stage in range(4)]
+    assert list(rank_activations(EIGHT_BLOCKS, WORK, pipeline)) == [4 * one[0], 3 * one[1], 2 * one[2], one[3]]
+    every = rank_activations(EIGHT_BLOCKS, WORK, named_pipeline("gpipe", 4, 8, FOUR))
+    assert list(every) == [8 * size for size in one]
+
+
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
+def test_recompute_holds_inputs_of_all_microbatches_and_one_block(name: str) -> None:
+    stages = FOUR if name in ("gpipe", "1f1b") else Stages((1,) * 8)
+    pipeline = named_pipeline(name, 4, 8, stages)
+    full = replace(WORK, segments=segments_of("full", 8))
+    for stage in range(pipeline.num_stages):
+        plain, again = (stage_bytes(EIGHT_BLOCKS, work, pipeline, stage) for work in (WORK, full))
+        block = WORK.tokens * activations.block_bytes(EIGHT_BLOCKS, 4, experts=False)
+        num_blocks = stages.num_blocks[stage]
+        assert plain.redone == 0
+        assert plain.kept - again.kept == num_blocks * (block - WORK.tokens * 32 * 4)
+        # The last block is redone beside the inputs of all: together as activation_bytes has it of a model so deep.
+        alone = replace(EIGHT_BLOCKS, num_layers=num_blocks)
+        of_model = replace(full, segments=segments_of("full", num_blocks))
+        assert again.redone == activation_bytes(alone, of_model) - kept_bytes(alone, of_model)
+    assert max(rank_activations(EIGHT_BLOCKS, full, pipeline)) < max(rank_activations(EIGHT_BLOCKS, WORK, pipeline))
+
+
+def test_only_the_last_stage_has_a_loss_and_ends_get_no_messages_alone() -> None:
+    found = memory(named_pipeline("1f1b", 4, 4, FOUR))
+    assert [rank["loss"] > 0 for rank in found] == [False, False, False, True]
+    assert {rank["communication"] for rank in found} == {2 * sent_bytes(EIGHT_BLOCKS, WORK)}
+    v = memory(named_pipeline("zb-v", 4, 8, Stages((1,) * 8)))
+    assert [rank["loss"] > 0 for rank in v] == [True, False, False, False]
+
+
+def test_weight_gradients_that_wait_keep_what_is_predicted() -> None:
+    """Against the storages that split backwards hold between I and W. The head is the objective's, not a module."""
+    from phalanx.parallel.pp_weights import LaterWeights, split_linears
+
+    model = shape(tied=False)
+    module = decoder(tied=False, dtype=torch.float32)
+    split_linears(module)
+    tokens = torch.arange(24).reshape(2, 12) % model.vocab_size
+    later = LaterWeights()
+    out = module(tokens)
+    with later.putting_off("key"):
+        out.hidden_BTD.square().sum().backward()
+    held: dict[int, int] = {}
+    for work in later._due["key"]:
+        cells: Any = work.__closure__  # type: ignore[attr-defined]
+        for cell in cells:
+            value = cell.cell_contents
+            if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+                storage = value.untyped_storage()
+                held[storage.data_ptr()] = storage.nbytes()
+    wanted = 24 * model.num_layers * activations.weight_input_bytes(model, 4, experts=False)
+    assert sum(held.values()) == wanted
+
+
+def test_the_plan_takes_the_rank_that_needs_most_and_says_which() -> None:
+    job = Job.model_validate(
+        {
+            "model": {"num_layers": 8},
+            "train": {"global_batch_size": 16, "micro_batch_size": 2},
+            "parallel": {"ranks": 8, "pp": 4, "dp_replicate": 2},
+        }
+    )
+    plan = make_plan(job, cluster=Cluster("cpu", 8, 64 * 2**30))
+    assert plan.pipeline is not None
+    totals = plan.pipeline.rank_bytes
+    assert plan.chosen.total_bytes == max(totals) == totals[0]
+    assert plan.pipeline.rank_memory[0] == plan.chosen.predicted_bytes
+    assert any("rank 0 (stage 0) needs most memory, with 4 in flight" in reason for reason in plan.reasons)
+    body = plan.to_json()["pipeline"]
+    assert body["rank_bytes"] == list(totals)
+    assert plan.from_json(plan.to_json()) == plan
+
+
+def test_memory_that_is_too_little_for_one_rank_is_refused_with_its_own_remedy() -> None:
+    sections: dict[str, Any] = {
+        "model": {"num_layers": 32, "dim": 4096, "num_heads": 32, "ffn_dim": 11008, "vocab_size": 32000},
+        "train": {"global_batch_size": 64, "micro_batch_size": 4},
+        "data": {"seq_len": 4096},
+        "parallel": {"ranks": 4, "pp": 4},
+        "precision": {"compute": "bf16"},
+    }
+    cluster = Cluster("cuda", 4, 80 * 2**30)
+    with pytest.raises(LayoutError) as caught:
+        make_plan(Job.model_validate(sections), cluster=cluster)
+    assert "pp needs" in str(caught.value)
+    assert "train.recompute=selective (activations" in str(caught.value) or "recompute=full" in str(caught.value)
+    sections["train"]["recompute"] = "full"
+    assert make_plan(Job.model_validate(sections), cluster=cluster).chosen.fits
+
+
+def test_one_stage_is_as_one_rank() -> None:
+    """Parameters, optimizer and activations of a rank with all stages differ from those of no pipeline by what stages
+    hand on, and by what the loss is counted as."""
+    pipeline = named_pipeline("1f1b", 1, 1, Stages((8,)))
+    work = replace(WORK, num_microbatches=1)
+    (one,) = pipeline_memory(EIGHT_BLOCKS, work, pipeline, 0, 1, "cuda", 1)
+    plain = rank_memory(EIGHT_BLOCKS, work, 0, 1, "cuda", 1)
+    moved = work.tokens * 32 * 4 + 37 * 32 * 4
+    assert one["activations"] == plain["activations"] + moved
+    assert one["loss"] == plain["loss"] - moved
+    for same in ("parameters", "gradients", "optimizer", "communication"):
+        assert one[same] == plain[same]
