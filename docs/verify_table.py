@@ -66,7 +66,7 @@ JUDGED = (
     Judged("dense decoder", 4, whole(4), ("--shrink",)),
     Judged("dense decoder", 8, ON_EIGHT, EIGHT_HEADS),
     Judged("pipelines", 4, ON_FOUR_STAGED, (*STAGED, "model.num_layers=8", "model.tie_embeddings=true")),
-    Judged("pipelines", 8, ON_EIGHT_STAGED, (*STAGED, "model.num_layers=8")),
+    Judged("pipelines", 8, ON_EIGHT_STAGED, (*STAGED, "model.num_layers=7")),
     Judged("pipelines", 8, ALONE_ON_EIGHT, (*STAGED, "model.num_layers=15", "model.tie_embeddings=true")),
     Judged("tied, GPT-style: learned positions, biases, LayerNorm", 4, SOME, ("--shrink", "--model=gpt2")),
     Judged("grouped queries, two key heads on four ranks", 4, SOME, ("--shrink", "--model=llama3-8b")),

@@ -104,7 +104,6 @@ def weights_freed_between_the_halves() -> None:
                 root.set_requires_gradient_sync(True)
                 root.set_is_last_backward(True)
                 root.set_reshard_after_backward(True)
-                root.set_reshard_after_forward(True)
                 yield
 
         piece.sync = with_bug
