@@ -68,8 +68,10 @@ def _most_that_share_the_batch(job: Job, cluster: Cluster) -> int:
     batch, micro = job.train.global_batch_size, job.train.micro_batch_size
     shared, degrees = job.parallel.model_parallel_size, _degrees(job)
     limit = cluster.num_devices if cluster.device == "cuda" else max(2, min(cluster.num_devices, MAX_CPU_RANKS))
+    if cluster.device != "cuda":
+        limit = max(limit, degrees)  # cores can be shared, and the job says between how many
     shares = divisors(batch // (micro or 1))
-    legal = [d * shared for d in shares if d * shared <= max(limit, shared) and d * shared % degrees == 0]
+    legal = [d * shared for d in shares if d * shared <= limit and d * shared % degrees == 0]
     legal = [ranks for ranks in legal if batch % (ranks // shared * (micro or 1)) == 0]
     if not legal:
         raise LayoutError(
