@@ -129,7 +129,19 @@ def _through(
         elif peers.rank == target:
             hidden = form.empty(peers.device)
             peers.receive(hidden, owner).wait()
+        _open_way_back(peers, owner, target)
     return forms
+
+
+def _open_way_back(peers: Peers, owner: int, target: int) -> None:
+    """NCCL opens a way between two ranks when it is first used, and both wait for each other then. In a schedule a rank
+    asks for a gradient before it has done what the gradient is of; so ways back are opened here, where all ranks go in
+    step."""
+    token = torch.zeros(1, device=peers.device)
+    if peers.rank == target:
+        peers.send(token, owner).wait()
+    elif peers.rank == owner:
+        peers.receive(token, target).wait()
 
 
 def _told(
