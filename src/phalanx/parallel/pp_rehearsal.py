@@ -113,6 +113,7 @@ def _through(
         if owner == peers.rank:
             try:
                 hidden = compute(stage, hidden)
+                _require_sendable(stage, hidden, is_last=stage + 1 == len(rank_of_stage))
             except PhalanxError as error:
                 refusal = error
         is_last = stage + 1 == len(rank_of_stage)
@@ -131,6 +132,14 @@ def _through(
             peers.receive(hidden, owner).wait()
         _open_way_back(peers, owner, target)
     return forms
+
+
+def _require_sendable(stage: int, made: Any, *, is_last: bool) -> None:
+    if not is_last and (made.dtype not in _TYPES or made.ndim > _MAX_DIMS):
+        raise LayoutError(
+            f"stage {stage} hands on a tensor of {made.dtype} and {made.ndim} dimensions, which stages cannot send",
+            fix=f"have blocks return floats of at most {_MAX_DIMS} dimensions, or do without parallel.pp",
+        )
 
 
 def _open_way_back(peers: Peers, owner: int, target: int) -> None:
