@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from phalanx.core.errors import LayoutError
+from phalanx.mesh.blocks import wanted_by_last_stage
 from phalanx.mesh.logical import full_name
 from phalanx.parallel.pp_door import Door, StageEnd, StandIn, empty
 from phalanx.parallel.pp_links import Peers
@@ -25,8 +26,6 @@ from phalanx.parallel.pp_weights import split_linears
 from phalanx.parallel.protocol import Order, Workpiece
 from phalanx.plan.pipeline.planned import Pipeline
 from phalanx.plan.plan import Plan
-
-LAST_STAGE = "last_stage"  # attribute of a module: names of its parts that the last stage holds, too
 
 
 @dataclass
@@ -155,7 +154,7 @@ class Holding:
         stages = {last if after else 0}
         wishes = (
             (0, self._pipeline.first_stage),
-            (last, (*self._pipeline.last_stage, *getattr(self._module, LAST_STAGE, ()))),
+            (last, (*self._pipeline.last_stage, *wanted_by_last_stage(self._module))),
         )
         for stage, patterns in wishes:
             if any(_is_part(name, pattern) for pattern in patterns):
