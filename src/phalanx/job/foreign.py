@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,16 @@ from phalanx.core.digest import digest
 from phalanx.core.errors import LayoutError
 from phalanx.core.files import read_json, write_json_atomic
 from phalanx.core.registry import is_foreign
+from phalanx.job.hugging_face import config_path, is_hugging_face, read_config
 from phalanx.job.schema import Job
 from phalanx.job.shape import Holder, Measured, ModelShape, measured_shape
 
 PROBE = "phalanx.nn.probe"
 TIMEOUT_S = 300.0
 SHAPE_CACHE = Path(os.path.expanduser("~/.cache/phalanx/shapes"))  # keyed by the sources of the user's module
-ANSWER = 6  # what the probe tells has changed; answers that are kept from before are not asked
+ANSWER = 7  # what the probe tells has changed; answers that are kept from before are not asked
+
+FACTS: Any = ("vocab_size", "max_positions", "image_size", "patch_size", "num_channels", "num_classes")
 
 
 def foreign_shape(job: Job) -> ModelShape | None:
@@ -49,6 +53,8 @@ def probe_foreign_shape(
 
     Raises LayoutError with the last line of the subprocess's errors if the model cannot be built.
     """
+    if is_hugging_face(kind):
+        read_config(kind)  # what is wrong with the file is said here, without another process
     cached = _cache_file(kind, args, cache_dir)
     if cached is not None and (known := _read_cached(cached)) is not None:
         return known
@@ -102,6 +108,7 @@ def _shape(kind: str, printed: str) -> ModelShape:
         holders = tuple(Holder(**holder) for holder in answer.get("holders", ()))
         brought = tuple((str(pattern), str(text)) for pattern, text in answer.get("shard_rules", {}).items())
         last_stage = tuple(map(str, answer.get("last_stage", ())))
+        facts = {key: int(answer["facts"][key]) for key in FACTS if key in answer.get("facts", {})}
     except (ValueError, TypeError, KeyError, AttributeError):
         raise _refuse(kind, f"the probe printed {_last_line(printed)[:80]!r} instead of its answer") from None
     block_sizes = [size for _, size in blocks]
@@ -119,7 +126,7 @@ def _shape(kind: str, printed: str) -> ModelShape:
         blocks,
         last_stage,
     )
-    return measured_shape(kind, len(blocks), measured)
+    return replace(measured_shape(kind, len(blocks), measured), **facts)
 
 
 def _size_within(block: str, sizes: Mapping[str, int]) -> int:
@@ -137,7 +144,7 @@ def _last_line(text: str) -> str:
 
 def _cache_file(kind: str, args: Mapping[str, Any], cache_dir: Path | None) -> Path | None:
     """Where the shape is kept, or None if there is no cache or no source to recognise the model by."""
-    sources = _sources(kind.partition(":")[0].split("."))
+    sources = _sources_of_config(kind) if is_hugging_face(kind) else _sources(kind.partition(":")[0].split("."))
     if cache_dir is None or not sources:
         return None
     states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in sources]
@@ -149,6 +156,13 @@ def _read_cached(file: Path) -> ModelShape | None:
         return ModelShape.from_json(read_json(file))
     except (OSError, ValueError, TypeError, AttributeError):
         return None
+
+
+def _sources_of_config(kind: str) -> list[Path]:
+    """The file, and what says which transformers is installed."""
+    found = PathFinder.find_spec("transformers", sys.path)
+    path = config_path(kind).resolve()
+    return [path, Path(found.origin)] if found is not None and found.origin else []
 
 
 def _sources(names: Sequence[str]) -> list[Path]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.util
 
 from phalanx.core import registry
-from phalanx.core.errors import did_you_mean
+from phalanx.core.errors import LayoutError, did_you_mean
 from phalanx.job.explain import Finding
+from phalanx.job.hugging_face import is_hugging_face, read_config
 from phalanx.job.question import check, finding
 from phalanx.job.schema import Job
 
@@ -17,6 +18,12 @@ OPTIMIZERS = "phalanx.optim.optimizers"
 @check("model.kind")
 def model_exists(job: Job) -> list[Finding]:
     if job.model.kind is None:
+        return []
+    if is_hugging_face(job.model.kind):
+        try:
+            read_config(job.model.kind)
+        except LayoutError as error:
+            return [finding("model.kind", error.what, "; ".join(filter(None, (error.why, error.fix))))]
         return []
     return _exists("model.kind", job.model.kind, MODELS, "model", "package.module:factory")
 

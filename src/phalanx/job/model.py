@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from phalanx.core.errors import LayoutError, did_you_mean
+from phalanx.job.hugging_face import is_hugging_face, told_vocab_size
 from phalanx.job.own_dataset import is_own_dataset
 from phalanx.job.presets import Preset, find_preset, preset_names
 from phalanx.job.schema import Job, Model
@@ -32,6 +33,9 @@ def given_keys(model: Model) -> dict[str, Any]:
 
 def fixed_vocab_size(model: Model) -> int | None:
     """The vocabulary that the section or its preset fixes; None where the data decides."""
+    if is_hugging_face(model.kind):
+        assert model.kind is not None
+        return told_vocab_size(model.kind, model.args)
     return model.vocab_size if model.is_foreign else model.vocab_size or preset_of(model).values.get("vocab_size")
 
 

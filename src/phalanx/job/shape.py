@@ -161,7 +161,7 @@ class ModelShape:
     @property
     def reads_images(self) -> bool:
         """True for a vision transformer: images in, one label each. False: tokens in, the next token of each."""
-        return self.kind == "vit"
+        return self.kind == "vit" or (self.measured is not None and self.image_size > 0)
 
     @property
     def is_gated(self) -> bool:

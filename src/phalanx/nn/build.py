@@ -13,6 +13,7 @@ from phalanx.core.registry import resolve
 from phalanx.job.model import preset_of, refuse_untrainable
 from phalanx.job.schema import Job, Model
 from phalanx.job.shape import ModelShape
+from phalanx.nn.hf import factory_of
 from phalanx.nn.objective import Objective, causal_cross_entropy
 
 MODELS = "phalanx.nn.models"
@@ -32,7 +33,7 @@ def build_model(job: Job, shape: ModelShape) -> nn.Module:
 def build_foreign(model: Model, seed: int) -> nn.Module:
     """Call the user's factory from the same random state on every rank."""
     assert model.kind is not None
-    factory = resolve(model.kind, MODELS, "build")
+    factory = factory_of(model.kind)
     torch.manual_seed(stable_hash64("foreign init", seed) % 2**63)
     module: Any = factory(**model.args)
     if not isinstance(module, nn.Module):

@@ -16,20 +16,22 @@ from torch.nn.parameter import is_lazy
 
 import phalanx
 from phalanx.core.errors import PhalanxError
-from phalanx.core.registry import resolve
 from phalanx.mesh.blocks import find_blocks, wanted_by_last_stage
 from phalanx.mesh.linear import brought_rules, holders
 from phalanx.mesh.logical import full_name
+from phalanx.nn.hf import FACTS, factory_of
 
 _OUR_FOLDER = str(Path(phalanx.__file__).parent) + os.sep
 
 
 def describe(kind: str, args: dict[str, object]) -> dict[str, object]:
     """Parameter names, shapes and blocks of `kind(**args)`, without allocating its weights where the factory can."""
-    factory = resolve(kind, "phalanx.nn.models", "build")
+    factory = factory_of(kind)
     try:
         with torch.device("meta"):
             module = factory(**args)
+    except PhalanxError:
+        raise
     except Exception:  # it reads numbers of its weights, say: then with weights, and an error of that is the user's
         module = factory(**args)
     if not isinstance(module, torch.nn.Module):
@@ -51,6 +53,7 @@ def describe(kind: str, args: dict[str, object]) -> dict[str, object]:
         "shard_rules": brought_rules(module),
         "blocks": [full_name(name) for name, part in module.named_modules() if id(part) in blocks],
         "last_stage": list(wanted_by_last_stage(module)),
+        "facts": getattr(module, FACTS, {}),
     }
 
 

@@ -46,6 +46,7 @@ def make_plan(
     if shape is None:
         shape = foreign_shape(job) or shape_of(job, vocab_size or BYTE_VOCAB_SIZE)
     _require_vocabulary(shape, vocab_size)
+    _require_positions(shape, job.data.seq_len)
     ranks, why = choose_ranks(job, cluster, num_ranks)
     require_whole_copies(job, ranks)
     tp = tensor_parallel_degree(job, shape)
@@ -71,6 +72,15 @@ def make_plan(
         reasons=(*reasons, ends) if ends else plan.reasons,
         warnings=early_warnings(job, plan, data),
     )
+
+
+def _require_positions(shape: ModelShape, seq_len: int) -> None:
+    """Of what is measured; the shapes of our own are asked while loading."""
+    if shape.measured is not None and not shape.reads_images and 0 < shape.max_positions < seq_len:
+        raise LayoutError(
+            f"sequences of {seq_len} tokens, and the model has {shape.max_positions} positions",
+            fix=f"data.seq_len at most {shape.max_positions}",
+        )
 
 
 def _require_vocabulary(shape: ModelShape, vocab_size: int | None) -> None:

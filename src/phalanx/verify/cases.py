@@ -9,6 +9,7 @@ from typing import Any
 
 from phalanx.core.errors import LayoutError
 from phalanx.core.registry import names
+from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.model import shape_of
 from phalanx.job.pipeline_checks import pipelines_can_do_it
 from phalanx.job.schema import Job, Parallel
@@ -54,7 +55,7 @@ def judged_job(job: Job, num_ranks: int) -> Job:
     body["precision"]["compute"] = "fp32"
     body["optim"]["lr_scaling"] = "none"
     body["parallel"]["ranks"] = num_ranks
-    if not job.model.is_foreign:
+    if not job.model.is_foreign or is_hugging_face(job.model.kind):
         body["data"]["seq_len"] = min(job.data.seq_len, MAX_SEQ_LEN)
     return _job(body)
 
@@ -180,7 +181,7 @@ def make_cases(
     """A plan for each layout and each way of recomputing the job asks for. Refused ones carry the reason."""
 
     def plan_of(body: Mapping[str, Any]) -> Plan:
-        return make_plan(_job(body), cluster=cluster, vocab_size=SMALL_VOCAB, num_ranks=num_ranks, shape=shape)
+        return make_plan(_job(body), cluster=cluster, vocab_size=(shape.vocab_size if shape else 0) or SMALL_VOCAB, num_ranks=num_ranks, shape=shape)
 
     num_blocks = (shape or shape_of(job, SMALL_VOCAB)).num_layers
     cases = []

@@ -1,0 +1,67 @@
+"""`model.kind = "hf:PATH"`: a Hugging Face model described by a local config.json. Torch-free, and nothing is downloaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from phalanx.core.errors import LayoutError
+
+PREFIX = "hf:"
+CONFIG = "config.json"
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+def is_hugging_face(kind: str | None) -> bool:
+    """True for `hf:PATH`, the directory of a model or its config.json."""
+    return kind is not None and kind.startswith(PREFIX)
+
+
+def config_path(kind: str) -> Path:
+    """The config.json that `kind` names. Raises LayoutError where there is none."""
+    path = Path(kind.removeprefix(PREFIX)).expanduser()
+    found = path / CONFIG if path.is_dir() else path
+    if not kind.removeprefix(PREFIX) or not found.is_file():
+        why = f"{found} is not there" if path.is_dir() or path.suffix else f"there is no directory {str(path)!r} here"
+        raise LayoutError(
+            f"{kind} is no Hugging Face model", why=why, fix="give a local directory with config.json, or that file"
+        )
+    return found
+
+
+def weights_directory(kind: str) -> Path | None:
+    """Where weights lie beside config.json; None for a bare config, or where `kind` names the file itself.
+
+    Raises LayoutError for a directory whose only weights are pickled.
+    """
+    directory = Path(kind.removeprefix(PREFIX)).expanduser()
+    if not directory.is_dir():
+        return None
+    if any((directory / name).is_file() for name in WEIGHTS):
+        return directory
+    if any((directory / name).is_file() for name in PICKLED):
+        raise LayoutError(
+            f"{kind} has pickled weights, which are not read",
+            fix="convert them to safetensors, or name the config.json itself to begin from random weights",
+        )
+    return None
+
+
+def read_config(kind: str) -> dict[str, Any]:
+    """What config.json says. Raises LayoutError for a file that is none, or that names no model_type."""
+    path = config_path(kind)
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise LayoutError(f"{path} cannot be read", why=" ".join(str(error).split())) from None
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        raise LayoutError(f"{path} names no model_type", fix="it is the config.json that save_pretrained writes")
+    return values
+
+
+def told_vocab_size(kind: str, args: dict[str, Any]) -> int | None:
+    """Rows of the embedding, as far as config.json or `args` say."""
+    found = {**read_config(kind), **args}.get("vocab_size")
+    return found if isinstance(found, int) else None

@@ -1,0 +1,194 @@
+"""A Hugging Face model as any other module: called with inputs and positions, it returns logits.
+
+Its class is derived from the model's own, so that parameters keep the names that transformers gives them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from phalanx.core.errors import LayoutError, PhalanxError, did_you_mean
+from phalanx.core.registry import require, resolve
+from phalanx.job.hugging_face import is_hugging_face, read_config, weights_directory
+from phalanx.nn.hf_rules import shard_rules_of
+
+MODELS = "phalanx.nn.models"
+FACTS = "shape_facts"  # attribute of a module: what `ModelShape` can be told of it
+
+
+def factory_of(kind: str) -> Callable[..., Any]:
+    """What builds `kind`, "package.module:factory" or "hf:PATH", from model.args."""
+    if is_hugging_face(kind):
+        return functools.partial(build, kind)
+    found: Callable[..., Any] = resolve(kind, MODELS, "build")
+    return found
+
+
+def build(kind: str, **args: Any) -> nn.Module:
+    """The model of a directory with its weights, or with random ones where there are none. On the meta device: without.
+
+    `args` are settings on top of those of config.json. Raises LayoutError for what cannot be built or trained.
+    """
+    values = read_config(kind)
+    config = _config(kind, values, args)
+    auto = _auto_class(kind, values, config)
+    directory = weights_directory(kind)
+    try:
+        if directory is None or torch.empty(0).is_meta:
+            module = auto.from_config(config, dtype=torch.float32, attn_implementation=_attention(kind, auto, config))
+        else:
+            module = _with_weights(kind, auto, config, directory)
+    except PhalanxError:
+        raise
+    except Exception as error:
+        raise LayoutError(
+            f"transformers cannot build {kind}", why=f"{type(error).__name__}: {' '.join(str(error).split())}"
+        ) from None
+    return _adapt(module, config)
+
+
+def _config(kind: str, values: dict[str, Any], args: dict[str, Any]) -> Any:
+    require("transformers", extra="hf", needed_for=f"model.kind = {kind!r}").logging.set_verbosity_error()
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+
+    model_type = values["model_type"]
+    if model_type not in CONFIG_MAPPING_NAMES:
+        fix = did_you_mean(model_type, sorted(CONFIG_MAPPING_NAMES)) or "code that a directory brings is never run"
+        raise LayoutError(f"transformers knows no model_type {model_type!r}", where=kind, fix=fix)
+    try:
+        found = CONFIG_MAPPING[model_type].from_dict(dict(values))
+        known = {*found.to_dict(), *getattr(found, "attribute_map", {})}
+        for key in args:
+            if key not in known:
+                raise LayoutError(
+                    f"model.args: {key!r} is no setting of {model_type}", fix=did_you_mean(key, sorted(known)) or None
+                )
+        return CONFIG_MAPPING[model_type].from_dict({**values, **args}) if args else found
+    except LayoutError:
+        raise
+    except Exception as error:
+        raise LayoutError(f"{kind} is refused by transformers", why=" ".join(str(error).split())) from None
+
+
+def _auto_class(kind: str, values: dict[str, Any], config: Any) -> Any:
+    """The class of transformers' that builds it, for tokens or for images."""
+    import transformers
+    from transformers.models.auto import modeling_auto as known
+
+    model_type = values["model_type"]
+    is_causal = model_type in known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    is_image = model_type in known.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
+    told = [str(name) for name in values.get("architectures") or ()]
+    wanted = ("ForCausalLM", "LMHeadModel", "ForImageClassification")
+    if told and not told[0].endswith(wanted):
+        raise LayoutError(
+            f"{kind} is a {told[0]}, and causal language models and image classifiers are trained",
+            fix="take architectures out of config.json to train it as one, if it can be",
+        )
+    is_encoder = model_type in known.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
+    if getattr(config, "is_encoder_decoder", False) or not (is_causal or is_image) or (is_encoder and is_causal):
+        raise LayoutError(
+            f"{kind} is a {model_type}, which is no causal language model and no image classifier",
+            fix="write a factory of your own and an objective: docs/own-code.md",
+        )
+    if getattr(config, "output_router_logits", False):
+        raise LayoutError(
+            f"{kind} asks for an auxiliary loss of its router (output_router_logits), which is not computed",
+            fix="set model.args = { output_router_logits = false }",
+        )
+    return transformers.AutoModelForCausalLM if is_causal else transformers.AutoModelForImageClassification
+
+
+def _attention(kind: str, auto: Any, config: Any) -> str:
+    """torch's own attention where the model has it, else the one that is written out."""
+    return "sdpa" if getattr(auto._model_mapping[type(config)], "_supports_sdpa", False) else "eager"
+
+
+def _with_weights(kind: str, auto: Any, config: Any, directory: Any) -> nn.Module:
+    module, told = auto.from_pretrained(
+        str(directory),
+        config=config,
+        dtype=torch.float32,
+        attn_implementation=_attention(kind, auto, config),
+        local_files_only=True,
+        use_safetensors=True,
+        output_loading_info=True,
+    )
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        names = sorted(str(name) for name in told.get(what) or ())
+        if names:
+            raise LayoutError(
+                f"the weights beside {kind} are not those of its config",
+                why=f"{what.replace('_', ' ')}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}",
+                fix="name the config.json itself to begin from random weights",
+            )
+    found: nn.Module = module.train()
+    return found
+
+
+def _adapt(module: Any, config: Any) -> nn.Module:
+    """Give it a forward of inputs and positions that returns logits, its blocks' names, rules and facts."""
+    own = type(module)
+    reads_images = module.main_input_name == "pixel_values"
+    forward = _forward_of_images(own) if reads_images else _forward_of_tokens(own)
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "forward": forward}
+    module.__class__ = type(own.__name__, (own,), names)
+    pattern = _block_pattern(module)
+    if pattern:
+        module.block_pattern = pattern
+    setattr(module, FACTS, _facts(config, reads_images=reads_images))
+    module.shard_rules = shard_rules_of(module, config)
+    return module  # type: ignore[no-any-return]
+
+
+def _forward_of_tokens(own: type) -> Callable[..., torch.Tensor]:
+    def forward(self: Any, inputs: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        named = {"position_ids": positions} if takes_positions else {}
+        logits: torch.Tensor = own.forward(self, input_ids=inputs, use_cache=False, return_dict=True, **named).logits  # type: ignore[attr-defined]
+        return logits
+
+    takes_positions = "position_ids" in own.forward.__code__.co_varnames or _names(own, "position_ids")  # type: ignore[attr-defined]
+    return forward
+
+
+def _forward_of_images(own: type) -> Callable[..., torch.Tensor]:
+    def forward(self: Any, inputs: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = own.forward(self, pixel_values=inputs, return_dict=True).logits  # type: ignore[attr-defined]
+        return logits
+
+    return forward
+
+
+def _names(own: Any, argument: str) -> bool:
+    import inspect
+
+    return argument in inspect.signature(own.forward).parameters
+
+
+def _block_pattern(module: Any) -> str | None:
+    """ "model.layers.*": the first list of what transformers says is not to be split."""
+    whole = set(getattr(module, "_no_split_modules", None) or ())
+    for name, part in module.named_modules():
+        if isinstance(part, nn.ModuleList) and len(part) and all(type(item).__name__ in whole for item in part):
+            return f"{name}.*"
+    return None
+
+
+def _facts(config: Any, *, reads_images: bool) -> dict[str, int]:
+    def told(*keys: str) -> int:
+        found = next((getattr(config, key) for key in keys if isinstance(getattr(config, key, None), int)), 0)
+        return int(found)
+
+    if reads_images:
+        return {
+            "image_size": told("image_size"),
+            "patch_size": told("patch_size"),
+            "num_channels": told("num_channels"),
+            "num_classes": told("num_labels"),
+        }
+    return {"vocab_size": told("vocab_size"), "max_positions": told("n_positions", "max_position_embeddings")}
