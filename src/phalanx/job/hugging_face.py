@@ -1,4 +1,4 @@
-"""`model.kind = "hf:PATH"`: a Hugging Face model described by a local config.json. Torch-free, and nothing is downloaded."""
+"""`model.kind = "hf:PATH"`: a Hugging Face model by its config.json. Torch-free; nothing is downloaded."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ Its class is derived from the model's own, so that parameters keep the names tha
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -40,7 +41,7 @@ def build(kind: str, **args: Any) -> nn.Module:
     directory = weights_directory(kind)
     try:
         if directory is None or torch.empty(0).is_meta:
-            module = auto.from_config(config, dtype=torch.float32, attn_implementation=_attention(kind, auto, config))
+            module = auto.from_config(config, dtype=torch.float32, attn_implementation=_attention(auto, config))
         else:
             module = _with_weights(kind, auto, config, directory)
     except PhalanxError:
@@ -104,7 +105,7 @@ def _auto_class(kind: str, values: dict[str, Any], config: Any) -> Any:
     return transformers.AutoModelForCausalLM if is_causal else transformers.AutoModelForImageClassification
 
 
-def _attention(kind: str, auto: Any, config: Any) -> str:
+def _attention(auto: Any, config: Any) -> str:
     """torch's own attention where the model has it, else the one that is written out."""
     return "sdpa" if getattr(auto._model_mapping[type(config)], "_supports_sdpa", False) else "eager"
 
@@ -114,7 +115,7 @@ def _with_weights(kind: str, auto: Any, config: Any, directory: Any) -> nn.Modul
         str(directory),
         config=config,
         dtype=torch.float32,
-        attn_implementation=_attention(kind, auto, config),
+        attn_implementation=_attention(auto, config),
         local_files_only=True,
         use_safetensors=True,
         output_loading_info=True,
@@ -149,25 +150,19 @@ def _adapt(module: Any, config: Any) -> nn.Module:
 def _forward_of_tokens(own: type) -> Callable[..., torch.Tensor]:
     def forward(self: Any, inputs: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         named = {"position_ids": positions} if takes_positions else {}
-        logits: torch.Tensor = own.forward(self, input_ids=inputs, use_cache=False, return_dict=True, **named).logits  # type: ignore[attr-defined]
-        return logits
+        found = own.forward(self, input_ids=inputs, use_cache=False, return_dict=True, **named)  # type: ignore[attr-defined]
+        return found.logits  # type: ignore[no-any-return]
 
-    takes_positions = "position_ids" in own.forward.__code__.co_varnames or _names(own, "position_ids")  # type: ignore[attr-defined]
+    takes_positions = "position_ids" in inspect.signature(own.forward).parameters  # type: ignore[attr-defined]
     return forward
 
 
 def _forward_of_images(own: type) -> Callable[..., torch.Tensor]:
     def forward(self: Any, inputs: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = own.forward(self, pixel_values=inputs, return_dict=True).logits  # type: ignore[attr-defined]
-        return logits
+        found = own.forward(self, pixel_values=inputs, return_dict=True)  # type: ignore[attr-defined]
+        return found.logits  # type: ignore[no-any-return]
 
     return forward
-
-
-def _names(own: Any, argument: str) -> bool:
-    import inspect
-
-    return argument in inspect.signature(own.forward).parameters
 
 
 def _block_pattern(module: Any) -> str | None:

@@ -1,7 +1,7 @@
 """Sharding rules of a Hugging Face model, from its own `tp_plan`, or from a table where it has none.
 
-A plan says less than a rule: it names no heads, and it trusts that what lies between a column and its row can be cut. So
-a layer is cut only where everything beside it, in the same part of the model, is known to stand it; the rest is whole.
+A plan says less than a rule: it names no heads, and trusts that what lies between a column and its row can be cut. So a
+layer is cut only where everything beside it, in the same part of the model, is known to stand it; the rest is whole.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _rules_of_part(part: nn.Module, covered: dict[str, str]) -> dict[str, str]:
         layer = getattr(part, child)
         if kind == PARTIAL:
             # A norm of all features at once would see a part of them.
-            if width is None or [tuple(p.shape) for p in layer.parameters()] != [(width,)] * len(list(layer.parameters())):
+            if width is None or any(tuple(p.shape) != (width,) for p in layer.parameters()):
                 return {}
             rules[child] = "partial"
             continue

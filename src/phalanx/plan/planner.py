@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from phalanx.core.batch import BYTE_VOCAB_SIZE
-from phalanx.core.errors import DataError
+from phalanx.core.errors import DataError, LayoutError
 from phalanx.job.foreign import foreign_shape
 from phalanx.job.model import shape_of
 from phalanx.job.rate import peak_rate

@@ -181,7 +181,8 @@ def make_cases(
     """A plan for each layout and each way of recomputing the job asks for. Refused ones carry the reason."""
 
     def plan_of(body: Mapping[str, Any]) -> Plan:
-        return make_plan(_job(body), cluster=cluster, vocab_size=(shape.vocab_size if shape else 0) or SMALL_VOCAB, num_ranks=num_ranks, shape=shape)
+        vocab_size = (shape.vocab_size if shape else 0) or SMALL_VOCAB
+        return make_plan(_job(body), cluster=cluster, vocab_size=vocab_size, num_ranks=num_ranks, shape=shape)
 
     num_blocks = (shape or shape_of(job, SMALL_VOCAB)).num_layers
     cases = []
