@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from phalanx.checkpoint.choose import choose_checkpoint
+from phalanx.checkpoint.exchange.hf_directory import export_own_directory
 from phalanx.checkpoint.exchange.hf_export import Exported, Extras, Rounding, export_hugging_face
 from phalanx.checkpoint.exchange.importing import KEPT_FILES, MODEL_TOML, Weights, write_import
 from phalanx.checkpoint.exchange.new_directory import refuse_old
@@ -16,9 +18,11 @@ from phalanx.cli._json import print_json, printing_json
 from phalanx.cli._origins import Origin, origin_of, run_of
 from phalanx.cli._progress import ProgressLine
 from phalanx.core.errors import CheckpointError, DataError, ExitCode, LayoutError, UsageError
+from phalanx.core.files import read_json
 from phalanx.core.units import format_bytes, format_count
 from phalanx.data.corpus import load_corpus
 from phalanx.data.tokenizer_files import TokenizerFiles, tokenizer_files
+from phalanx.job.hugging_face import is_hugging_face, read_config
 from phalanx.job.model_toml import model_section
 from phalanx.job.toml import toml_value
 
@@ -38,13 +42,14 @@ def export(place: str, out: str, form: str, dtype: str | None, shard_gb: float, 
         with StoredBag(folder) as weights, ProgressLine("exporting") as line:
             origin = _origin(place, weights)
             tokens = _tokenizer_of(place, folder)
-            exported = export_hugging_face(
-                weights,
-                origin.shape,
+            extras = Extras({**tokens.settings, **origin.settings}, tokens.files, tokens.texts, origin.seq_len)
+            own = _own_config(place, folder, origin)
+            write: Any = partial(export_own_directory, weights, own) if own else partial(_translated, weights, origin)
+            exported: Exported = write(
                 Path(out),
                 shard_bytes=max(1, int(shard_gb * GB)),
                 rounding=_rounding(dtype),
-                extras=Extras({**tokens.settings, **origin.settings}, tokens.files, tokens.texts, origin.seq_len),
+                extras=extras,
                 progress=line.update,
             )
     notes = [tokens.note] if tokens.note else []
@@ -54,6 +59,22 @@ def export(place: str, out: str, form: str, dtype: str | None, shard_gb: float, 
     else:
         _say_exported(folder, out, exported, notes)
     return ExitCode.OK
+
+
+def _translated(weights: StoredBag, origin: Origin, out: Path, **how: Any) -> Exported:
+    return export_hugging_face(weights, origin.shape, out, **how)
+
+
+def _own_config(place: str, folder: Folder, origin: Origin) -> dict[str, Any]:
+    """The config.json of a run whose model came from one; nothing for any other."""
+    run_dir = run_of(place, folder)
+    if not is_hugging_face(origin.shape.kind) or run_dir is None:
+        return {}
+    try:
+        model = read_json(run_dir / "job.json")["model"]
+        return {**read_config(model["kind"]), **model["args"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError("the run's job.json cannot be read", where=str(run_dir), why=str(error)) from None
 
 
 def _rounding(dtype: str | None) -> Rounding | None:
@@ -131,7 +152,7 @@ def _origin(place: str, weights: StoredBag) -> Origin:
     origin = origin_of(place, weights.folder, weights.manifest)
     if origin is None:
         raise CheckpointError("nothing says what model it is of", where=place, fix="give the run's own directory")
-    if not origin.shape.is_known:
+    if not origin.shape.is_known and not is_hugging_face(origin.shape.kind):
         raise LayoutError(
             f"{origin.shape.kind} is a model of your own: transformers has no class for it",
             fix="phalanx.load_weights fills your module",

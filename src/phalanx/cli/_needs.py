@@ -11,6 +11,7 @@ from typing import cast
 
 from phalanx.core.errors import EnvironmentProblem
 from phalanx.core.registry import is_foreign, resolve
+from phalanx.job.hugging_face import preloaded
 from phalanx.job.schema import Job
 from phalanx.observe.outlet import OpenSink, Sink
 from phalanx.observe.sink_process import SINKS, ProcessSink
@@ -44,7 +45,7 @@ def _opener(kind: str, run_dir: Path) -> OpenSink:
 def preload(job: Job) -> tuple[str, ...]:
     """Modules that the ranks' server imports once, so that no rank spends a second on them."""
     # torch._dynamo: building on the meta device and DDP both import it.
-    modules = ["torch", "torch._dynamo", "phalanx.cli._rank"]
+    modules = ["torch", "torch._dynamo", "phalanx.cli._rank", *preloaded(job.model.kind)]
     for kind in wanted_sinks(job):
         if not is_foreign(kind):
             modules += resolve(kind, SINKS, "PRELOAD")

@@ -16,6 +16,7 @@ from phalanx.core.registry import is_foreign
 from phalanx.core.units import format_count
 from phalanx.data.prepare import prepare_corpus
 from phalanx.job.foreign import foreign_shape
+from phalanx.job.hugging_face import preloaded
 from phalanx.job.load import load_job
 from phalanx.job.model import shape_of
 from phalanx.job.own_dataset import is_own_dataset
@@ -201,7 +202,7 @@ def _run_group(
         payload=payload,
         num_ranks=plans[0].world_size,
         run_dir=directory,
-        preload=("torch", "torch._dynamo", "phalanx.verify.rank"),
+        preload=("torch", "torch._dynamo", "phalanx.verify.rank", *preloaded(job.model.kind)),
         max_restarts=0,
         grace_s=1.0,
     )

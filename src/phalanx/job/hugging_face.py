@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,13 @@ def read_config(kind: str) -> dict[str, Any]:
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise LayoutError(f"{path} names no model_type", fix="it is the config.json that save_pretrained writes")
     return values
+
+
+def preloaded(kind: str | None) -> tuple[str, ...]:
+    """Modules of transformers that the ranks' server imports once, for a model of it; none where it is missing."""
+    if not is_hugging_face(kind) or importlib.util.find_spec("transformers") is None:
+        return ()
+    return ("transformers.modeling_utils", "transformers.models.auto.modeling_auto")
 
 
 def told_vocab_size(kind: str, args: dict[str, Any]) -> int | None:

@@ -54,7 +54,9 @@ def build(kind: str, **args: Any) -> nn.Module:
 
 
 def _config(kind: str, values: dict[str, Any], args: dict[str, Any]) -> Any:
-    require("transformers", extra="hf", needed_for=f"model.kind = {kind!r}").logging.set_verbosity_error()
+    quiet = require("transformers", extra="hf", needed_for=f"model.kind = {kind!r}").utils.logging
+    quiet.set_verbosity_error()
+    quiet.disable_progress_bar()
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
     model_type = values["model_type"]
@@ -97,6 +99,8 @@ def _auto_class(kind: str, values: dict[str, Any], config: Any) -> Any:
             f"{kind} is a {model_type}, which is no causal language model and no image classifier",
             fix="write a factory of your own and an objective: docs/own-code.md",
         )
+    if "quantization_config" in values:
+        raise LayoutError(f"{kind} is quantized, and quantized weights are not trained")
     if getattr(config, "output_router_logits", False):
         raise LayoutError(
             f"{kind} asks for an auxiliary loss of its router (output_router_logits), which is not computed",

@@ -80,12 +80,12 @@ def export_hugging_face(
     family = family_of(config["model_type"])
     shapes = tensor_shapes(shape)
     _require_weights_of(shapes, weights)
-    made = [_rounded(tensor, rounding) for tensor in to_theirs(family, shapes, weights)]
+    made = [rounded(tensor, rounding) for tensor in to_theirs(family, shapes, weights)]
     dtypes = {tensor.described.dtype for tensor in made}
     config["dtype"] = config["torch_dtype"] = dtypes.pop() if len(dtypes) == 1 else "float32"
     total = sum(tensor.described.num_bytes for tensor in made)
     with new_directory(out) as partial_out:
-        files = _write_shards(partial_out, made, shard_bytes, lambda done: progress(done, total))
+        files = write_shards(partial_out, made, shard_bytes, lambda done: progress(done, total))
         for name, value in {CONFIG: config, **extras.texts}.items():
             write_json_durably(Disk(), partial_out / name, value)
         for name, path in extras.files.items():
@@ -105,7 +105,7 @@ def _require_weights_of(shapes: Mapping[str, tuple[int, ...]], weights: Bag) -> 
         )
 
 
-def _rounded(tensor: Made, rounding: Rounding | None) -> Made:
+def rounded(tensor: Made, rounding: Rounding | None) -> Made:
     old = tensor.described.dtype
     if rounding is None or old == rounding.dtype or not old.startswith(("float", "bfloat")):
         return tensor
@@ -117,7 +117,7 @@ def _rounded(tensor: Made, rounding: Rounding | None) -> Made:
     )
 
 
-def _write_shards(
+def write_shards(
     directory: Path, tensors: Sequence[Made], shard_bytes: int, progress: Callable[[int], None]
 ) -> list[str]:
     """One file, or several and an index. Returns their names."""

@@ -1,0 +1,47 @@
+"""A run of a Hugging Face model becomes a directory again: its own names, its own config.json. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from phalanx.checkpoint.exchange.bags import Bag
+from phalanx.checkpoint.exchange.hf_export import CONFIG, Exported, Extras, Progress, Rounding, rounded, write_shards
+from phalanx.checkpoint.exchange.new_directory import copy_file, new_directory
+from phalanx.checkpoint.exchange.translate import Made
+from phalanx.core.disk import Disk, write_json_durably
+
+
+def export_own_directory(
+    weights: Bag,
+    config: Mapping[str, Any],
+    out: Path,
+    *,
+    shard_bytes: int,
+    rounding: Rounding | None = None,
+    extras: Extras,
+    progress: Progress = lambda done, total: None,
+) -> Exported:
+    """Write the directory `out`: weights under the names that they have, `config`, and what `extras` brings.
+
+    Raises UsageError if `out` is there, ResourceError if it cannot be written.
+    """
+    made = [
+        rounded(Made(name, described, partial(weights.load, name)), rounding)
+        for name, described in weights.tensors.items()
+    ]
+    dtypes = {tensor.described.dtype for tensor in made}
+    dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
+    settings = {**config, "dtype": dtype, "torch_dtype": dtype}
+    total = sum(tensor.described.num_bytes for tensor in made)
+    with new_directory(out) as partial_out:
+        files = write_shards(partial_out, made, shard_bytes, lambda done: progress(done, total))
+        for name, value in {CONFIG: settings, **extras.texts}.items():
+            write_json_durably(Disk(), partial_out / name, value)
+        for name, path in extras.files.items():
+            copy_file(path, partial_out / name)
+    architecture = str((config.get("architectures") or [config["model_type"]])[0])
+    auto = "AutoModelForImageClassification" if "image_size" in config else "AutoModelForCausalLM"
+    return Exported(architecture, auto, (*files, CONFIG, *extras.texts, *extras.files), dtype, len(made), total)
