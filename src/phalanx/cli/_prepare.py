@@ -70,7 +70,7 @@ def prepared_run(job: Job, run_dir: Path, *, resume: bool, num_ranks: int | None
     shape = foreign_shape(job)
     check_needs(job, cluster.device)
     refuse_untrainable(job)
-    refuse_other_data(job)
+    refuse_other_data(job, shape)
     _refuse_masks(job, shape)
     if not resume:
         find_initial(job.model, told_shape(job))  # weights that are not there or do not fit: before data is prepared
@@ -122,7 +122,7 @@ def _refuse_images(corpus: Corpus, shape: ModelShape) -> None:
         raise LayoutError(
             f"images are {found} (channels x height x width), and the model takes {takes}",
             where=f"data.source {corpus.user.source}",
-            fix="set model.image_size and model.num_channels, or resize the images",
+            fix="set image_size and num_channels of the model, or resize the images",
         )
 
 

@@ -152,9 +152,10 @@ def refuse_untrainable(job: Job) -> None:
         )
 
 
-def refuse_other_data(job: Job) -> None:
+def refuse_other_data(job: Job, measured: ModelShape | None = None) -> None:
     """Raises LayoutError for a model that cannot read the job's data. A plan alone may be made without data."""
-    if job.model.is_foreign or not shape_of(job, vocab_size=1).reads_images:
+    shape = measured if job.model.is_foreign else shape_of(job, vocab_size=1)
+    if shape is None or not shape.reads_images:
         return
     if job.data.mixture or not is_own_dataset(job.data.source):
         raise LayoutError(

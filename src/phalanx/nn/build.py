@@ -10,11 +10,12 @@ from torch import nn
 from phalanx.core.digest import stable_hash64
 from phalanx.core.errors import LayoutError
 from phalanx.core.registry import resolve
+from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.model import preset_of, refuse_untrainable
 from phalanx.job.schema import Job, Model
 from phalanx.job.shape import ModelShape
 from phalanx.nn.hf import factory_of
-from phalanx.nn.objective import Objective, causal_cross_entropy
+from phalanx.nn.objective import Objective, causal_cross_entropy, logits_cross_entropy
 
 MODELS = "phalanx.nn.models"
 
@@ -46,6 +47,8 @@ def build_objective(job: Job) -> Objective:
     objective: Objective
     if job.model.objective is not None:
         objective = resolve(job.model.objective, MODELS, "objective")
+    elif is_hugging_face(job.model.kind):
+        objective = logits_cross_entropy(job.train.loss_chunk_tokens)
     elif job.model.is_foreign:
         objective = causal_cross_entropy(job.train.loss_chunk_tokens)
     else:

@@ -146,7 +146,10 @@ def _adapt(module: Any, config: Any) -> nn.Module:
     pattern = _block_pattern(module)
     if pattern:
         module.block_pattern = pattern
-    setattr(module, FACTS, _facts(config, reads_images=reads_images))
+    facts = _facts(config, reads_images=reads_images)
+    if reads_images and not (facts["image_size"] and facts["num_channels"]):
+        raise LayoutError(f"a {config.model_type} has no one image_size, and images are squares of one size")
+    setattr(module, FACTS, facts)
     module.shard_rules = shard_rules_of(module, config)
     return module  # type: ignore[no-any-return]
 

@@ -45,6 +45,17 @@ def causal_cross_entropy(chunk_tokens: int) -> Objective:
     return takes_classes(_reads_vocabulary_parts(functools.partial(_causal_cross_entropy, chunk_tokens)))
 
 
+def logits_cross_entropy(chunk_tokens: int) -> Objective:
+    """Cross-entropy of tokens; where logits are [batch, classes], of labels."""
+    tokens = causal_cross_entropy(chunk_tokens)
+
+    def objective(outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        is_of_classes = isinstance(outputs, torch.Tensor) and outputs.ndim == 2
+        return (classification_cross_entropy if is_of_classes else tokens)(outputs, batch)
+
+    return takes_classes(_reads_vocabulary_parts(objective))
+
+
 def _reads_vocabulary_parts(objective: Objective) -> Objective:
     """Mark an objective that can do with the logits of a part of the vocabulary; others get them put together."""
     objective.reads_vocabulary_parts = True  # type: ignore[attr-defined]
