@@ -108,7 +108,7 @@ def _shape(kind: str, printed: str) -> ModelShape:
         holders = tuple(Holder(**holder) for holder in answer.get("holders", ()))
         brought = tuple((str(pattern), str(text)) for pattern, text in answer.get("shard_rules", {}).items())
         last_stage = tuple(map(str, answer.get("last_stage", ())))
-        facts = {key: int(answer["facts"][key]) for key in FACTS if key in answer.get("facts", {})}
+        facts: dict[str, Any] = {key: int(answer["facts"][key]) for key in FACTS if key in answer.get("facts", {})}
     except (ValueError, TypeError, KeyError, AttributeError):
         raise _refuse(kind, f"the probe printed {_last_line(printed)[:80]!r} instead of its answer") from None
     block_sizes = [size for _, size in blocks]

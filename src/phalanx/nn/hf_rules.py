@@ -40,6 +40,11 @@ def _plan(module: Any, config: Any) -> dict[str, str]:
     return brought or OWN_PLANS.get(config.model_type, {})
 
 
+def _brings_plan(module: Any, config: Any) -> bool:
+    """Of others nobody knows whether they return what their head puts out as it is."""
+    return bool(_plan(module, config)) or config.model_type == "gpt2"
+
+
 def _gpt2(config: Any) -> dict[str, str]:
     """Fused queries, keys and values in a Conv1D."""
     if getattr(config, "add_cross_attention", False):
@@ -117,7 +122,9 @@ def _vocabulary(module: Any, config: Any) -> dict[str, str]:
         rules[names[id(embedding)]] = "vocab"
     if type(head) is nn.Linear and (is_plain or not is_tied):
         changes = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "mup_width_scale")
-        is_changed = any(getattr(config, key, None) not in (None, False) for key in changes)
+        is_changed = not _brings_plan(module, config) or any(
+            getattr(config, k, None) not in (None, False) for k in changes
+        )
         rules[names[id(head)]] = "column gather" if is_changed else "vocab"
     return rules
 

@@ -1,0 +1,97 @@
+"""Hugging Face models in every kind of layout equal one process; trained, resumed elsewhere, exported as they came."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from commands import run, write_text
+from hf_zoo import write_config
+
+transformers = pytest.importorskip("transformers")
+LAYOUTS = "ddp,zero3,zero3-full,tp2,pp2-1f1b"
+LISTED = ("llama", "qwen2", "mistral", "gemma", "gemma2", "gpt2", "phi", "vit")
+UNLISTED = ("mixtral", "qwen2_moe", "qwen3_moe", "gemma3_text", "phi3", "olmo2", "cohere", "starcoder2", "gpt_neox")
+OTHERS = ("mamba", "bloom", "falcon", "opt")
+
+
+def judge(directory: Path, name: str, layouts: str, *more: str, ranks: int = 2) -> dict[tuple[str, str], bool | None]:
+    """(layout, dtype) -> equal, or None where it was refused."""
+    kind = f"hf:{write_config(directory, name)}"
+    command = ("verify", "--model", kind, "--ranks", str(ranks), "--layouts", layouts, "--steps", "2", "--json", *more)
+    done = run(*command, cwd=directory)
+    rows = [json.loads(line) for line in done.out.splitlines()]
+    assert rows, done.err
+    assert not any(row["crashed"] for row in rows), done.out
+    return {(row["layout"], row["dtype"]): row["ok"] for row in rows}
+
+
+def test_a_decoder_is_equal_in_each_kind_of_layout(tmp_path: Path) -> None:
+    found = judge(tmp_path, "qwen3", LAYOUTS)
+    assert found == {(layout, dtype): True for layout in LAYOUTS.split(",") for dtype in ("float64", "float32")}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LISTED)
+def test_listed_models_are_equal_in_each_kind_of_layout(tmp_path: Path, name: str) -> None:
+    found = judge(tmp_path, name, LAYOUTS)
+    assert found == {(layout, dtype): True for layout in LAYOUTS.split(",") for dtype in ("float64", "float32")}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["llama", "gpt2", "vit"])
+def test_products_of_two_axes(tmp_path: Path, name: str) -> None:
+    layouts = "zero3-tp2,hsdp2x2-zero3,pp2-tp2-1f1b,pp2-zero3-interleaved"
+    found = judge(tmp_path, name, layouts, 'model.args={"num_hidden_layers"=4}', ranks=4)
+    assert found == {(layout, dtype): True for layout in layouts.split(",") for dtype in ("float64", "float32")}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", UNLISTED)
+def test_models_that_nobody_listed_are_equal_too(tmp_path: Path, name: str) -> None:
+    """Experts have no float64 of their own, and are refused in it."""
+    found = judge(tmp_path, name, LAYOUTS)
+    assert all(found[layout, "float32"] for layout in LAYOUTS.split(","))
+    assert False not in found.values()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", OTHERS)
+def test_models_without_a_plan_are_equal_or_refused(tmp_path: Path, name: str) -> None:
+    found = judge(tmp_path, name, LAYOUTS)
+    assert False not in found.values()
+    assert all(found[layout, "float32"] for layout in ("ddp", "zero3", "zero3-full"))
+
+
+def test_a_run_is_exported_as_the_directory_that_it_came_from(tmp_path: Path) -> None:
+    """Tied weights, over two stages; the weights that were exported start the next run."""
+    write_config(
+        tmp_path / "model", "llama", vocab_size=300, tie_word_embeddings=True, architectures=["LlamaForCausalLM"]
+    )
+    write_text(tmp_path / "text")
+    job = ("data.source=text", "data.seq_len=32", "train.global_batch_size=8", "train.steps=3", "eval.tokens=0")
+    quiet = ("train.sample_tokens=0", "observe.sinks=[]", "parallel.ranks=2")
+    kind = f"model.kind=hf:{tmp_path / 'model'}"
+    done = run("train", kind, *job, *quiet, "parallel.pp=2", "run.dir=run", cwd=tmp_path)
+    assert done.code == 0, done.err
+    done = run("checkpoint", "export", "run", "--out", "out", cwd=tmp_path)
+    assert done.code == 0, done.err
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True).eval()
+    assert type(theirs).__name__ == "LlamaForCausalLM"
+
+    import phalanx
+    from phalanx.nn.hf import build
+
+    ours = build(f"hf:{tmp_path / 'model'}").eval()
+    assert phalanx.load_weights(ours, tmp_path / "run") == 3
+    tokens = torch.randint(300, (2, 9))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=0)
+        again = build(f"hf:{tmp_path / 'out'}").eval()
+        torch.testing.assert_close(again(tokens), theirs(tokens).logits, rtol=0, atol=0)
+    refused = run("train", f"model.kind=hf:{tmp_path / 'model'}", *job, "data.document_masks=true", cwd=tmp_path)
+    assert refused.code == 3
+    assert "cannot keep documents apart" in refused.err

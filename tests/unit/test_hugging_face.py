@@ -1,0 +1,143 @@
+"""Hugging Face models from a config.json: what is built is transformers' own; what cannot be, a line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_zoo import ZOO, write_config
+from phalanx.core.errors import LayoutError
+from phalanx.job.foreign import probe_foreign_shape
+from phalanx.mesh.blocks import find_blocks
+from phalanx.mesh.linear import brought_rules
+from phalanx.nn.hf import build
+from phalanx.nn.objective import logits_cross_entropy
+from phalanx.plan.coverage import check_rules, whole_by_default
+
+transformers = pytest.importorskip("transformers")
+TEXT = [name for name in ZOO if name not in ("vit", "bert", "t5", "mamba", "bloom", "falcon")]
+
+
+def model_of(directory: Path, name: str, **args: Any) -> Any:
+    torch.manual_seed(3)
+    return build(f"hf:{write_config(directory, name)}", **args).eval()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "phi", "mixtral"])
+def test_logits_are_those_that_transformers_computes_of_the_same_weights(tmp_path: Path, name: str) -> None:
+    module = model_of(tmp_path, name)
+    theirs = transformers.AutoModelForCausalLM.from_config(module.config, dtype=torch.float32).eval()
+    assert [n for n, _ in theirs.named_parameters()] == [n for n, _ in module.named_parameters()]
+    theirs.load_state_dict(module.state_dict())
+    tokens = torch.randint(96, (2, 12))
+    with torch.no_grad():
+        found = module(tokens, torch.arange(12).repeat(2, 1))
+        torch.testing.assert_close(found, theirs(tokens).logits)
+        shifted = module(tokens, torch.arange(12).repeat(2, 1) * 3)
+    assert not torch.allclose(found, shifted)  # positions are not dropped
+    targets = torch.randint(96, (2, 12))
+    loss_sum, count = logits_cross_entropy(1024)(found, {"targets": targets})
+    wanted = torch.nn.functional.cross_entropy(found.flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(loss_sum / count, wanted)
+
+
+def test_images_are_classified_as_transformers_does(tmp_path: Path) -> None:
+    module = model_of(tmp_path, "vit")
+    theirs = transformers.ViTForImageClassification(module.config).eval()
+    theirs.load_state_dict(module.state_dict())
+    images, labels = torch.randn(3, 1, 8, 8), torch.tensor([1, 9, 4])
+    with torch.no_grad():
+        found = module(images)
+        torch.testing.assert_close(found, theirs(images).logits)
+        loss = theirs(images, labels=labels).loss
+    for key in ("labels", "targets"):
+        loss_sum, count = logits_cross_entropy(1024)(found, {key: labels})
+        torch.testing.assert_close(loss_sum / count, loss)
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_every_rule_names_layers_that_can_be_cut_and_blocks_are_found(tmp_path: Path, name: str) -> None:
+    with torch.device("meta"):
+        module = build(f"hf:{write_config(tmp_path, name)}")
+    blocks = find_blocks(module)
+    assert len(blocks) == module.config.num_hidden_layers
+    parts = dict(module.named_modules())
+    for pattern, text in brought_rules(module).items():
+        part = parts[pattern.replace("*", "0")]
+        wanted = (torch.nn.Linear, transformers.pytorch_utils.Conv1D)
+        assert not text.startswith(("column", "row")) or isinstance(part, wanted), pattern
+
+
+def test_what_is_not_known_to_stand_a_cut_is_whole(tmp_path: Path) -> None:
+    """Norms over all heads' features, matrices fused in ways that a plan does not tell, experts, scaled embeddings."""
+    for name, whole in {
+        "olmo2": "self_attn.q_proj",
+        "phi3": "self_attn.qkv_proj",
+        "mixtral": "mlp.experts",
+        "gemma": "embed_tokens",
+        "gpt_neox": "attention.query_key_value",
+    }.items():
+        with torch.device("meta"):
+            rules = brought_rules(build(f"hf:{write_config(tmp_path, name)}"))
+        assert not any(pattern.endswith(whole) for pattern in rules), name
+        assert any(text == "row" or text.startswith("row heads") for text in rules.values()) or name == "phi3", name
+
+
+def test_the_planner_measures_it_and_says_what_stays_whole(tmp_path: Path) -> None:
+    kind = f"hf:{write_config(tmp_path, 'mixtral')}"
+    shape = probe_foreign_shape(kind, {"vocab_size": 100}, tmp_path / "cache")
+    assert (shape.num_layers, shape.vocab_size, shape.max_positions) == (2, 100, 64)
+    with torch.device("meta"):
+        assert shape.num_params == sum(p.numel() for p in build(kind, vocab_size=100).parameters())
+    line = whole_by_default(check_rules({}, shape, 2), shape)
+    assert "no rule covers" in line
+    assert "model.layers.*.mlp.experts" in line
+    (tmp_path / "config.json").write_text("{}")  # a kept answer is of the file that was there
+    with pytest.raises(LayoutError, match="names no model_type"):
+        probe_foreign_shape(kind, {}, tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("values", "args", "said"),
+    [
+        ({"model_type": "lama"}, {}, 'no model_type .lama.; did you mean "llama"'),
+        ({"hidden_size": 32}, {}, "names no model_type"),
+        (ZOO["t5"] | {"model_type": "t5"}, {}, "t5, which is no causal language model"),
+        (ZOO["bert"] | {"model_type": "bert"}, {}, "bert, which is no causal language model"),
+        ({"model_type": "clip"}, {}, "a clip has no one image_size"),
+        (ZOO["llama"] | {"model_type": "llama"}, {"hiden_size": 3}, 'did you mean "hidden_size"'),
+        (ZOO["llama"] | {"model_type": "llama", "hidden_size": 33}, {}, "refused by transformers"),
+        (ZOO["mixtral"] | {"model_type": "mixtral", "output_router_logits": True}, {}, "auxiliary loss"),
+        (ZOO["llama"] | {"model_type": "llama", "quantization_config": {}}, {}, "quantized"),
+        (ZOO["llama"] | {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, {}, "is a Llama"),
+        ({"model_type": "resnet"}, {}, "no one image_size"),
+    ],
+)
+def test_what_cannot_be_built_is_one_line(
+    tmp_path: Path, values: dict[str, Any], args: dict[str, Any], said: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(LayoutError, match=said) as caught, torch.device("meta"):
+        build(f"hf:{tmp_path}", **args)
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_of_a_directory_are_taken_whole_or_refused(tmp_path: Path) -> None:
+    module = model_of(tmp_path / "bare", "llama")
+    theirs = transformers.LlamaForCausalLM(module.config)
+    theirs.save_pretrained(tmp_path / "full")
+    torch.manual_seed(99)
+    taken = build(f"hf:{tmp_path / 'full'}")
+    for (name, found), (_, wanted) in zip(taken.named_parameters(), theirs.named_parameters(), strict=True):
+        assert torch.equal(found, wanted), name
+    bare = build(f"hf:{tmp_path / 'full' / 'config.json'}")  # the file itself: random weights
+    assert not torch.equal(bare.lm_head.weight, theirs.lm_head.weight)
+    with pytest.raises(LayoutError, match=r"missing keys: model\.layers\.2"):
+        build(f"hf:{tmp_path / 'full'}", num_hidden_layers=3)
+    (tmp_path / "full" / "model.safetensors").rename(tmp_path / "full" / "pytorch_model.bin")
+    with pytest.raises(LayoutError, match="pickled"):
+        build(f"hf:{tmp_path / 'full'}")
