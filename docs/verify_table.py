@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,8 @@ STAGED = (
     "model.vocab_size=251",
     "data.seq_len=16",
 )
+OF_EACH_KIND = "ddp,zero3,zero3-full,tp2,pp2-1f1b"
+HF_CONFIGS = Path(tempfile.gettempdir()) / "phalanx-hf-configs"  # written by main()
 EIGHT_HEADS = ("model.dim=64", "model.num_layers=2", "model.num_heads=8", "model.num_kv_heads=2", "data.seq_len=32")
 
 
@@ -73,6 +76,10 @@ JUDGED = (
     Judged("norms of queries and keys, tied", 4, SOME, ("--shrink", "--model=qwen3-0.6b")),
     Judged("sliding windows, norms after, scaled embeddings", 4, SOME, ("--shrink", "--model=gemma3-1b")),
     Judged("vision transformer", 4, SOME, ("--shrink", "--model=small-vit")),
+    *(
+        Judged(f"Hugging Face: {name}", 2, OF_EACH_KIND, ("--model", f"hf:{name}"), place=str(HF_CONFIGS))
+        for name in ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gpt2", "phi", "vit")
+    ),
     Judged(
         "convolutions and BatchNorm, own", 4, "ddp,zero2,zero3,hsdp2x2-zero3", ("job.toml",), place="examples/digits"
     ),
@@ -112,6 +119,11 @@ def lines_of(judged: Judged, rows: list[dict[str, Any]]) -> list[str]:
 
 
 def main() -> None:
+    sys.path.insert(0, str(HERE.parent / "tests"))
+    from hf_zoo import ZOO, write_config
+
+    for name in ZOO:
+        write_config(HF_CONFIGS / name, name)
     began, sections, counts = time.monotonic(), {}, {"equal": 0, "refused": 0, "differ": 0}
     for judged in JUDGED:
         rows = judge(judged)

@@ -46,9 +46,10 @@ class Model(Section):
     """The shape to start from: small (the default; small-vit for kind = "vit"), or a published model's, say "llama3-8b"
     (docs/models.md lists them). The keys below change it; widths that they imply follow."""
     kind: str | None = None
-    """A model of phalanx (the preset's), or package.module:factory for your own nn.Module."""
+    """A model of phalanx (the preset's), package.module:factory for your own nn.Module, or hf:DIR for a local directory
+    of Hugging Face's (docs/hugging-face.md)."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of your factory (kind = "package.module:factory")."""
+    """Keyword arguments of your factory (kind = "package.module:factory"); of hf:DIR, settings on top of config.json's."""
     objective: str | None = None
     """package.module:function for your own objective(outputs, batch) -> (loss_sum, num_targets)."""
     init_from: Text | None = None
