@@ -49,7 +49,7 @@ class Model(Section):
     """A model of phalanx (the preset's), package.module:factory for your own nn.Module, or hf:DIR for a local directory
     of Hugging Face's (docs/hugging-face.md)."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of your factory (kind = "package.module:factory"); of hf:DIR, settings on top of config.json's."""
+    """Keyword arguments of your factory (kind = "package.module:factory"); of hf:DIR, settings beside config.json's."""
     objective: str | None = None
     """package.module:function for your own objective(outputs, batch) -> (loss_sum, num_targets)."""
     init_from: Text | None = None
