@@ -61,15 +61,15 @@ def _gpt2(config: Any) -> dict[str, str]:
 
 
 def _from_plan(module: Any, plan: dict[str, str]) -> dict[str, str]:
-    """Rules of each part of which the plan covers every layer. Parts of one pattern must all be alike."""
+    """Rules of each part of which the plan covers every layer. All parts of one name must be alike: of a model whose
+    attention is linear in some blocks a rule for the others would be for those, too."""
     found: dict[str, list[dict[str, str]]] = defaultdict(list)
     for name, part in module.named_modules():
         pattern = _pattern(name)
         covered = {
             child: plan[f"{pattern}.{child}"] for child, _ in part.named_children() if f"{pattern}.{child}" in plan
         }
-        if covered:
-            found[pattern].append(_rules_of_part(part, covered))
+        found[pattern].append(_rules_of_part(part, covered) if covered else {})
     rules: dict[str, str] = {}
     for pattern, made in found.items():
         if made[0] and all(other == made[0] for other in made):
