@@ -62,9 +62,9 @@ def rehearse(
 def _require_unmoved(module: nn.Module, before: Mapping[str, torch.Tensor]) -> None:
     for name, buffer in _persistent_buffers(module):
         if name in before and _differ(buffer, before[name]):
+            own_name = full_name(name).removeprefix("module.")  # of the user's, inside of the root
             raise LayoutError(
-                f"a forward in evaluation moves the buffer {full_name(name)}, and in a pipeline it is called once per "
-                "stage",
+                f"a forward in evaluation moves the buffer {own_name}, and each stage of a pipeline calls it",
                 fix="move it in training alone and inside of a block, keep it out of checkpoints (persistent=False), "
                 "or do without parallel.pp",
             )
