@@ -8,7 +8,6 @@ from torch import nn
 
 from phalanx.mesh.logical import full_name
 
-
 LAST_STAGE = "last_stage"  # attribute of a module: names of its parts that a pipeline's last stage holds, too
 
 
