@@ -229,23 +229,13 @@ def open_mesh(
         _join(store, rank, world_size, where, timeout_s=timeout_s, rendezvous_s=rendezvous_s)
     try:
         shape = tuple(getattr(layout, axis) for axis in AXES)
-        known = set(dist.distributed_c10d._world.pg_map)
         device_mesh = init_device_mesh(where.type, shape, mesh_dim_names=AXES)
+        # Where the ranks go on, the groups stay open: DTensor keeps what it knows of a mesh for another one like it.
         yield Mesh(layout, rank, local_rank, where, device_mesh)
-        if not ours:
-            _close_groups_but(known)
     finally:
         torch.set_num_threads(threads_before)
         if ours and dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _close_groups_but(known: set[dist.ProcessGroup]) -> None:
-    """Close the groups of a mesh whose ranks go on: each has threads of its own. Collective."""
-    dist.barrier()  # nobody is inside of one
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group not in known:
-            dist.destroy_process_group(group)
 
 
 def _join(
