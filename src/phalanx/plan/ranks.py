@@ -34,8 +34,13 @@ def choose_ranks(job: Job, cluster: Cluster, running: int | None) -> tuple[int, 
     else:
         ranks = _most_that_share_the_batch(job, cluster)
         unit = "GPUs" if cluster.device == "cuda" else "CPU cores"
-        why = f"{ranks} ranks: the most that divide the batch of {job.train.global_batch_size} on "
-        why += f"{cluster.num_devices} {unit}"
+        if ranks == _degrees(job) > 1:
+            axes = ("pp", "dp_replicate", "dp_shard", "tp")
+            given = [f"{axis}={degree}" for axis in axes if (degree := getattr(job.parallel, axis) or 1) > 1]
+            why = f"{ranks} ranks: as many as {' x '.join(given)} takes"
+        else:
+            why = f"{ranks} ranks: the most that divide the batch of {job.train.global_batch_size} on "
+            why += f"{cluster.num_devices} {unit}"
     if cluster.device == "cuda" and running is None and ranks > cluster.num_devices:
         raise LayoutError(f"{ranks} ranks were asked for and there are {cluster.num_devices} GPUs")
     _require_degrees_divide(job, ranks)
