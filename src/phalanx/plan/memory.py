@@ -74,6 +74,8 @@ class Workload:
     segments: tuple[Segment, ...] | None = None  # blocks that are recomputed; None: as `recompute` says of each
     offloads_activations: bool = False  # what autograd keeps goes to host memory
     options: DataParallel = field(default_factory=DataParallel)
+    cp: int = 1  # ranks that each have a part of every sequence
+    cp_attention: str = "ring"
 
     @property
     def sequence_parts(self) -> int:
@@ -82,7 +84,8 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        return self.micro_batch_size * self.seq_len
+        """Of this rank."""
+        return self.micro_batch_size * self.seq_len // self.cp
 
     @property
     def compute_bytes(self) -> int:
@@ -162,6 +165,7 @@ def stretches(shape: ModelShape, work: Workload, begin: int = 0, end: int | None
 
 def _outside_blocks(shape: ModelShape, work: Workload, c: int) -> float:
     masks = activations.mask_bytes(shape, work.micro_batch_size, work.seq_len, c, documents=work.document_masks)
+    masks //= 1 if work.cp_attention == "ulysses" else work.cp  # for a rank's own queries
     if shape.reads_images:  # the last norm and the head see one token of each image
         return work.micro_batch_size * activations.image_bytes(shape, c)
     last = activations.norm_bytes(shape, shape.dim, c, work.sequence_parts)
