@@ -139,6 +139,7 @@ def stretches(shape: ModelShape, work: Workload, begin: int = 0, end: int | None
         activations.block_bytes(
             shape, c, experts=layer >= shape.num_layers - shape.num_expert_layers, parts=work.sequence_parts
         )
+        - _not_repeated(shape, work)
         for layer in range(shape.num_layers)
     ]
     segments = work.segments
@@ -163,14 +164,27 @@ def stretches(shape: ModelShape, work: Workload, begin: int = 0, end: int | None
     return kept, redone
 
 
+def _not_repeated(shape: ModelShape, work: Workload) -> int:
+    """Of one token: what ring and all-gather do not keep of keys and values, which travel once for all their queries."""
+    if work.cp == 1 or work.cp_attention == "ulysses" or shape.kv_rank:
+        return 0
+    return 2 * (shape.num_heads - shape.num_kv_heads) * shape.head_dim * work.compute_bytes
+
+
 def _outside_blocks(shape: ModelShape, work: Workload, c: int) -> float:
-    masks = activations.mask_bytes(shape, work.micro_batch_size, work.seq_len, c, documents=work.document_masks)
-    masks //= 1 if work.cp_attention == "ulysses" else work.cp  # for a rank's own queries
+    masks = mask_bytes(shape, work)
     if shape.reads_images:  # the last norm and the head see one token of each image
         return work.micro_batch_size * activations.image_bytes(shape, c)
     last = activations.norm_bytes(shape, shape.dim, c, work.sequence_parts)
     looked_up = LOOKED_UP_BYTES if work.tp > 1 else 0
     return work.tokens * (last + looked_up + activations.table_bytes(shape)) + masks
+
+
+def mask_bytes(shape: ModelShape, work: Workload) -> int:
+    """Of attention's masks for a microbatch: with cp for a rank's own queries, unless it has whole sequences of heads."""
+    c, documents = work.compute_bytes, work.document_masks
+    whole = activations.mask_bytes(shape, work.micro_batch_size, work.seq_len, c, documents=documents)
+    return whole // (1 if work.cp_attention == "ulysses" else work.cp)
 
 
 def loss_bytes(shape: ModelShape, work: Workload) -> float:

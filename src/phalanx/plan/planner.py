@@ -13,8 +13,8 @@ from phalanx.job.rate import peak_rate
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.plan.choose import choose
-from phalanx.plan.context import context_parallel_degree, load_balance
 from phalanx.plan.cluster import Cluster, detect_cluster
+from phalanx.plan.context import context_parallel_degree, load_balance
 from phalanx.plan.lossy import lossy_choices, require_whole_copies
 from phalanx.plan.pipeline.asked import asked_schedule
 from phalanx.plan.pipeline.stages import sized_pipeline
