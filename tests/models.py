@@ -120,7 +120,25 @@ LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
 EVERY_LAYOUT: dict[int, dict[str, dict[str, int]]] = {
     **LAYOUTS,
     2: {**LAYOUTS[2], "tp": {"tp": 2}},
-    4: {**LAYOUTS[4], "tp": {"tp": 4}, "ddp-tp": {"dp_replicate": 2, "tp": 2}, "zero3-tp": {"dp_shard": 2, "tp": 2}},
+    4: {
+        **LAYOUTS[4],
+        "tp": {"tp": 4},
+        "ddp-tp": {"dp_replicate": 2, "tp": 2},
+        "zero3-tp": {"dp_shard": 2, "tp": 2},
+    },
+}
+
+ENDS_ALONE = (0, 1, 1, 0)  # blocks of four stages: the first is the embedding, the last the head
+WITH_PIPELINES: dict[int, dict[str, dict[str, Any]]] = {
+    1: EVERY_LAYOUT[1],
+    2: {**EVERY_LAYOUT[2], "pp-interleaved": {"pp": 2, "schedule": "interleaved", "stage_blocks": ENDS_ALONE}},
+    4: {
+        **EVERY_LAYOUT[4],
+        "pp-1f1b": {"pp": 4, "stage_blocks": ENDS_ALONE},
+        "pp-tp": {"pp": 2, "tp": 2, "schedule": "interleaved-zero-bubble", "stage_blocks": ENDS_ALONE},
+        "pp-zero1": {"pp": 2, "dp_shard": 2, "zero_stage": 1, "schedule": "zb-v", "stage_blocks": ENDS_ALONE},
+        "pp-zero3": {"pp": 2, "dp_shard": 2, "zero_stage": 3},
+    },
 }
 
 

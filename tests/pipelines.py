@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 
-LAYERS, BATCH, MICRO, STEPS, LR = 8, 16, 2, 2, 0.3
+LAYERS, BATCH, MICRO, STEPS, LR, SEED = 8, 16, 2, 2, 0.3, 7
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zb-v", "dualpipe-v")
 SPLIT_BACKWARDS = ("interleaved-zero-bubble", "zb-v", "dualpipe-v")
 OBJECTIVE = causal_cross_entropy(5)
@@ -40,6 +40,8 @@ class Case:
     batches: Callable[[], list[Tensors]] | None = None
     reference: str = ""
     """The name of the trace that it is compared with."""
+    holds: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """What the first and the last stage hold besides: plans here know another model's names."""
 
 
 def pipeline_plan(
@@ -126,6 +128,13 @@ def follow(
     return errors
 
 
+def plan_of(case: Case, num_ranks: int) -> Plan:
+    a_plan = pipeline_plan(num_ranks, **case.parallel, **case.how)
+    if a_plan.pipeline is None:
+        return a_plan
+    return replace(a_plan, pipeline=replace(a_plan.pipeline, **case.holds))
+
+
 def in_pipelines(
     rank: int, num_ranks: int, cases: Sequence[Case], references: dict[str, Trace]
 ) -> list[dict[str, float] | PhalanxError]:
@@ -133,9 +142,9 @@ def in_pipelines(
     found: list[dict[str, float] | PhalanxError] = []
     for case in cases:
         try:
-            a_plan = pipeline_plan(num_ranks, **case.parallel, **case.how)
+            a_plan = plan_of(case, num_ranks)
             with open_mesh(a_plan.layout, device="cpu") as mesh:
-                model = parallelize(case.module(), a_plan, mesh)
+                model = parallelize(case.module(), a_plan, mesh, seed=SEED)
                 batches = case.batches() if case.batches is not None else token_batches()
                 trace = references[case.reference]
                 micro = case.how.get("micro", MICRO)

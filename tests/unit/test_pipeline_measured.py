@@ -17,8 +17,9 @@ from phalanx.plan.pipeline.cut import Stages
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, default_stages_per_rank
 from phalanx.plan.pipeline.measured import measured_costs, measured_timeline, planned_at, splits_backward, total_s
 from phalanx.plan.pipeline.planned import Pipeline, named_pipeline
+from phalanx.plan.pipeline.remedies import LIMIT
 from phalanx.plan.pipeline.simulate import StageCosts, Timeline, simulate
-from phalanx.report.bubble import LIMIT, Measured, pipeline_of
+from phalanx.report.bubble import Measured, pipeline_of
 from phalanx.train.pipeline_record import is_recorded, measured_pipeline, on_one_clock
 
 Spans = list[list[tuple[str, float, float]]]

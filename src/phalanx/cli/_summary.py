@@ -24,7 +24,8 @@ from phalanx.observe.events import (
 from phalanx.observe.tail import EventTail
 from phalanx.observe.units import units_of
 from phalanx.observe.words import printable
-from phalanx.report.bubble import LIMIT, Measured
+from phalanx.plan.pipeline.remedies import LIMIT
+from phalanx.report.bubble import Measured
 from phalanx.report.facts import sent_in_words, untrained
 
 

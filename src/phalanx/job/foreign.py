@@ -27,7 +27,7 @@ from phalanx.job.shape import Holder, Measured, ModelShape, measured_shape
 PROBE = "phalanx.nn.probe"
 TIMEOUT_S = 300.0
 SHAPE_CACHE = Path(os.path.expanduser("~/.cache/phalanx/shapes"))  # keyed by the sources of the user's module
-ANSWER = 5  # what the probe tells has changed; answers that are kept from before are not asked
+ANSWER = 6  # what the probe tells has changed; answers that are kept from before are not asked
 
 
 def foreign_shape(job: Job) -> ModelShape | None:
@@ -101,6 +101,7 @@ def _shape(kind: str, printed: str) -> ModelShape:
         names = tuple(map(str, answer.get("names", ())))
         holders = tuple(Holder(**holder) for holder in answer.get("holders", ()))
         brought = tuple((str(pattern), str(text)) for pattern, text in answer.get("shard_rules", {}).items())
+        last_stage = tuple(map(str, answer.get("last_stage", ())))
     except (ValueError, TypeError, KeyError, AttributeError):
         raise _refuse(kind, f"the probe printed {_last_line(printed)[:80]!r} instead of its answer") from None
     block_sizes = [size for _, size in blocks]
@@ -116,6 +117,7 @@ def _shape(kind: str, printed: str) -> ModelShape:
         holders,
         brought,
         blocks,
+        last_stage,
     )
     return measured_shape(kind, len(blocks), measured)
 

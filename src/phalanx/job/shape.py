@@ -52,6 +52,8 @@ class Measured:
     """What it brings for tensor parallelism: (pattern, rule)."""
     blocks: tuple[tuple[str, int], ...] = ()
     """(name, parameters) of each block, in order."""
+    last_stage: tuple[str, ...] = ()
+    """What it says that a pipeline's last stage holds, too: names of its parts."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {
@@ -59,6 +61,7 @@ class Measured:
             "holders": [asdict(holder) for holder in self.holders],
             "shard_rules": [list(rule) for rule in self.shard_rules],
             "blocks": [list(block) for block in self.blocks],
+            "last_stage": list(self.last_stage),
         }
 
     @classmethod
@@ -70,6 +73,7 @@ class Measured:
                 "holders": tuple(Holder(**holder) for holder in value.get("holders", ())),
                 "shard_rules": tuple((pattern, text) for pattern, text in value.get("shard_rules", ())),
                 "blocks": tuple((name, size) for name, size in value.get("blocks", ())),
+                "last_stage": tuple(value.get("last_stage", ())),
             }
         )
 

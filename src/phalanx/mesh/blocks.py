@@ -8,6 +8,17 @@ from torch import nn
 
 from phalanx.mesh.logical import full_name
 
+LAST_STAGE = "last_stage"  # attribute of a module: names of its parts that a pipeline's last stage holds, too
+
+
+def wanted_by_last_stage(module: nn.Module) -> tuple[str, ...]:
+    """What `module.last_stage` names, a name or several; nothing where that is anything else (a layer, say)."""
+    found = getattr(module, LAST_STAGE, ())
+    names = (found,) if isinstance(found, str) else found
+    if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
+        return tuple(names)
+    return ()
+
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:
     """The repeated blocks: what `module.block_pattern` names, else its first ModuleList or Sequential of one class."""

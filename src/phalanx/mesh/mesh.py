@@ -233,9 +233,12 @@ def open_mesh(
         store = store or open_store(rendezvous_s=rendezvous_s)
         _join(store, rank, world_size, where, timeout_s=timeout_s, rendezvous_s=rendezvous_s)
     try:
+        known = set(dist.distributed_c10d._world.pg_map)
         device_mesh = _device_mesh(where, layout)
         reducing = _device_mesh(where, layout.reduced) if layout.cp > 1 else None
         yield Mesh(layout, rank, local_rank, where, device_mesh, reducing)
+        if not ours:
+            _close_groups_but(known)
     finally:
         torch.set_num_threads(threads_before)
         if ours and dist.is_initialized():
@@ -245,6 +248,14 @@ def open_mesh(
 def _device_mesh(device: torch.device, layout: Layout) -> DeviceMesh:
     shape = tuple(getattr(layout, axis) for axis in AXES)
     return init_device_mesh(device.type, shape, mesh_dim_names=AXES)
+
+
+def _close_groups_but(known: set[dist.ProcessGroup]) -> None:
+    """Close the groups of a mesh whose ranks go on: each has threads of its own. Collective."""
+    dist.barrier()  # nobody is inside of one
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group not in known:
+            dist.destroy_process_group(group)
 
 
 def _join(

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 import phalanx
 from phalanx.core.errors import PhalanxError
 from phalanx.core.registry import resolve
-from phalanx.mesh.blocks import find_blocks
+from phalanx.mesh.blocks import find_blocks, wanted_by_last_stage
 from phalanx.mesh.linear import brought_rules, holders
 from phalanx.mesh.logical import full_name
 
@@ -50,6 +50,7 @@ def describe(kind: str, args: dict[str, object]) -> dict[str, object]:
         "holders": [vars(holder) for holder in holders(module)],
         "shard_rules": brought_rules(module),
         "blocks": [full_name(name) for name, part in module.named_modules() if id(part) in blocks],
+        "last_stage": list(wanted_by_last_stage(module)),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -33,8 +34,9 @@ def build_optimizer(model: Trainable, optim: Optim) -> torch.optim.Optimizer:
     named = list(model.named_parameters())  # first: it brings a sharded model to rest
     module = getattr(model, "module", model)
     assert isinstance(module, nn.Module)
-    groups = decay_groups(module, named)
-    if not (groups.decayed or groups.kept):
+    is_staged = getattr(model, "is_staged", False)
+    groups = replace(decay_groups(module, named), keeps_empty=is_staged)
+    if not (groups.decayed or groups.kept) and not is_staged:
         raise LayoutError(f"{type(module).__name__} has no parameter to train", fix="leave requires_grad of some on")
     optimizer: Any = resolve(optim.kind, OPTIMIZERS, "build")(groups, optim)
     if not isinstance(optimizer, torch.optim.Optimizer):

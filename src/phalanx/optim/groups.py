@@ -23,6 +23,8 @@ class Groups:
 
     decayed: tuple[nn.Parameter, ...]
     kept: tuple[nn.Parameter, ...]
+    keeps_empty: bool = False
+    """Both groups are made, also of nothing: all stages of a pipeline number theirs alike."""
 
     def parameters(self) -> Iterable[nn.Parameter]:
         return (*self.decayed, *self.kept)
@@ -31,7 +33,7 @@ class Groups:
         """Parameter groups as torch's optimizers take them; "auto" means the optimizer's own."""
         decay = auto if weight_decay == "auto" else weight_decay
         groups = [(self.decayed, decay), (self.kept, 0.0)]
-        return [{"params": list(found), "weight_decay": decay} for found, decay in groups if found]
+        return [{"params": list(found), "weight_decay": decay} for found, decay in groups if found or self.keeps_empty]
 
 
 def decay_groups(module: nn.Module, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Groups:

@@ -120,6 +120,11 @@ class ParallelModel:
             self._run.counts_saved = self._count_saved
 
     @property
+    def is_staged(self) -> bool:
+        """True for a part of a pipeline: others may have parameters to train where this rank has none."""
+        return self._run is not None
+
+    @property
     def pipeline_spans(self) -> list[Span] | None:
         """(action, begin, end) of what this rank computed in the last step, without waiting; None: no pipeline.
 
@@ -401,7 +406,7 @@ class ParallelModel:
         if finite:
             if max_norm is not None and norm > max_norm:
                 factor *= max_norm / norm
-            if factor != 1.0:
+            if factor != 1.0 and gradients:  # a stage may have none: all of it frozen
                 with self.phases("optimizer"):
                     torch._foreach_mul_(gradients, factor)
         facts = StepFacts(loss, int(num_targets), norm, finite, tuple(reduced), sent_bytes, sent_tp_bytes)

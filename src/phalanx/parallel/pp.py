@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from phalanx.core.errors import LayoutError
+from phalanx.mesh.blocks import wanted_by_last_stage
 from phalanx.mesh.logical import full_name
 from phalanx.parallel.pp_door import Door, StageEnd, StandIn, empty
 from phalanx.parallel.pp_links import Peers
@@ -25,8 +26,6 @@ from phalanx.parallel.pp_weights import split_linears
 from phalanx.parallel.protocol import Order, Workpiece
 from phalanx.plan.pipeline.planned import Pipeline
 from phalanx.plan.plan import Plan
-
-LAST_STAGE = "last_stage"  # attribute of a module: names of its parts that the last stage holds, too
 
 
 @dataclass
@@ -78,10 +77,11 @@ class PipelineStages:
         ranges = pipeline.stages.ranges
         own = [index for stage in pipeline.stages_of(here) for index in range(*ranges[stage])]
         blocks = piece.blocks
+        kept = held.parts_of(own)
         for index, block in enumerate(blocks):
             door.guard(block, index)
             if index not in own:
-                empty(block, index)
+                empty(block, held.name_of_block(index), door, piece.mesh.device, kept=kept)
         piece.blocks = [blocks[index] for index in own]
         piece.block_numbers = tuple(own)
         if any(action.kind == "W" for action in pipeline.schedule().actions[here]) and not piece.plan.compile:
@@ -138,6 +138,15 @@ class Holding:
     def block_of(self, name: str) -> int | None:
         return next((index for prefix, index in self._block_of.items() if name.startswith(prefix)), None)
 
+    def parts_of(self, blocks: Sequence[int]) -> frozenset[nn.Module]:
+        """All modules outside the blocks, and those inside of `blocks`: another block may have one of them, too."""
+        wanted = {None, *blocks}
+        named = self._module.named_modules(remove_duplicate=False)
+        return frozenset(part for name, part in named if self.block_of(f"{full_name(name)}.") in wanted)
+
+    def name_of_block(self, index: int) -> str:
+        return next(prefix[:-1] for prefix, number in self._block_of.items() if number == index)
+
     def _stages_of(self, name: str, block: int | None, after: bool) -> set[int]:
         last = self._pipeline.num_stages - 1
         if block is not None:
@@ -145,7 +154,7 @@ class Holding:
         stages = {last if after else 0}
         wishes = (
             (0, self._pipeline.first_stage),
-            (last, (*self._pipeline.last_stage, *getattr(self._module, LAST_STAGE, ()))),
+            (last, (*self._pipeline.last_stage, *wanted_by_last_stage(self._module))),
         )
         for stage, patterns in wishes:
             if any(_is_part(name, pattern) for pattern in patterns):
@@ -179,16 +188,15 @@ class Holding:
 
     def require_one_name(self) -> None:
         """Raises LayoutError for a parameter that two ranks would have under different names: in blocks of both."""
-        first: dict[int, str] = {}
+        names: dict[int, list[str]] = {}
         for name, parameter in self._by_name.items():
-            stored = first.setdefault(id(parameter), name)
-            block = self.block_of(stored)
-            if block is None or len(self.ranks_of(name)) == 1:
-                continue
-            raise LayoutError(
-                f"{stored} and {name} are one parameter, and stages of different ranks would each have it",
-                fix="set parallel.stage_blocks so that one stage has both blocks, or give each block its own",
-            )
+            names.setdefault(id(parameter), []).append(name)
+        for stored, *others in names.values():
+            if self.block_of(stored) is not None and len(self.ranks_of(stored)) > 1:
+                raise LayoutError(
+                    f"{stored} and {others[0]} are one parameter, and stages of different ranks would each have it",
+                    fix="set parallel.stage_blocks so that one stage has both, or give each its own",
+                )
 
     def outside(self) -> tuple[tuple[nn.Module, str], ...]:
         """Where parameters outside the blocks are, of those that are still there."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from phalanx.core.errors import LayoutError
 
 BEFORE, INSIDE, AFTER = "before", "between", "after"
-_EMPTIED = "_phalanx_emptied"  # attribute of a block of another stage: names that it had -> the block's number
+_EMPTIED = "_phalanx_emptied"  # attribute of a block of another stage: the parts that it had, emptied as well
 
 
 class StageEnd(BaseException):
@@ -197,14 +197,16 @@ class Door:
         for leaf in tree_leaves(outputs):
             self._require_clean(leaf, "the model's output")
 
-    def require_stand_in(self, name: str) -> None:
+    def require_stand_in(self, name: str, *, in_block: bool = False) -> None:
         """A stand-in is used: right before the blocks of a later stage, whose result is thrown away."""
         window = self._require_window()
         if window.arrived is not None and window.place == BEFORE:
             return
         key = "parallel.first_stage" if window.place == BEFORE else "parallel.last_stage"
         fix = f'set {key}=["{name.rpartition(".")[0] or name}"]'
-        if window.place == INSIDE:
+        if in_block:
+            fix = "use a block's weights in the block's own forward alone, or do without parallel.pp"
+        elif window.place == INSIDE:
             fix = "make it a part of the blocks, or do without parallel.pp"
         raise LayoutError(
             f"{name} is used {window.place} the blocks, and stage {window.stage} does not hold it", fix=fix
@@ -228,24 +230,30 @@ def _guarded(own: type[nn.Module]) -> type[nn.Module]:
         return self._phalanx_door(*args, **kwargs)
 
     def find(self: nn.Module, name: str) -> Any:
-        index = self.__dict__.get(_EMPTIED, {}).get(name)
-        if index is not None:
-            raise LayoutError(
-                f"block {index} is asked for its {name!r} by another stage than its own, which alone has it",
-                fix="keep what the model's forward asks of its blocks in attributes that are no modules or tensors",
-            )
-        return own.__getattr__(self, name)
+        found = self.__dict__.get(_EMPTIED, {}).get(name)
+        return own.__getattr__(self, name) if found is None else found
 
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
     return type(own.__name__, (own,), {"__call__": call, "__getattr__": find, **names})
 
 
-def empty(block: nn.Module, index: int) -> None:
-    """Take all tensors out of a block of another stage. What else it says of itself (its kind, say) stays."""
-    taken = (block._parameters, block._buffers, block._modules)
-    block.__dict__[_EMPTIED] = dict.fromkeys((name for tensors in taken for name in tensors), index)
-    for tensors in taken:
-        tensors.clear()
+def empty(
+    block: nn.Module, name: str, door: Door, device: torch.device, *, kept: Collection[nn.Module] = frozenset()
+) -> None:
+    """Take all tensors out of a block of another stage. What else it says of itself (its kind, say) stays, also of its
+    parts, which it no longer counts among its modules: for whoever looks, there are stand-ins in them. Parts that are
+    `kept` are somebody else's as well."""
+    for prefix, part in block.named_modules():
+        if part in kept:
+            continue
+        for tensors in (part._parameters, part._buffers):
+            held = [(key, tensor) for key, tensor in tensors.items() if tensor is not None]
+            tensors.clear()
+            for key, tensor in held:
+                full = ".".join(filter(None, (name, prefix, key)))
+                setattr(part, key, StandIn.of(tensor.detach(), full, door, device, in_block=True))
+    block.__dict__[_EMPTIED] = dict(block._modules)
+    block._modules.clear()
 
 
 class StandIn(torch.Tensor):
@@ -253,12 +261,14 @@ class StandIn(torch.Tensor):
 
     _door: Door
     _name: str
+    _in_block: bool
 
     @staticmethod
-    def of(parameter: torch.Tensor, name: str, door: Door, device: torch.device) -> StandIn:
-        value = torch.full((), math.nan, dtype=parameter.dtype, device=device).expand(parameter.shape)
+    def of(tensor: torch.Tensor, name: str, door: Door, device: torch.device, *, in_block: bool = False) -> StandIn:
+        nothing = math.nan if tensor.is_floating_point() else 0
+        value = torch.full((), nothing, dtype=tensor.dtype, device=device).expand(tensor.shape)
         made: StandIn = value.as_subclass(StandIn)
-        made._door, made._name = door, name
+        made._door, made._name, made._in_block = door, name, in_block
         return made
 
     @classmethod
@@ -270,5 +280,5 @@ class StandIn(torch.Tensor):
                 return found  # shape, type and the like, which it shares with what it stands for
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, StandIn):
-                    leaf._door.require_stand_in(leaf._name)
+                    leaf._door.require_stand_in(leaf._name, in_block=leaf._in_block)
         return found.as_subclass(torch.Tensor) if isinstance(found, StandIn) else found

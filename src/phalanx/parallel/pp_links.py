@@ -27,6 +27,11 @@ class Parcel:
     microbatch: int
     is_gradient: bool
 
+    @property
+    def maker(self) -> int:
+        """The stage it comes from."""
+        return self.stage + (1 if self.is_gradient else -1)
+
 
 @dataclass(frozen=True)
 class Form:
@@ -49,6 +54,15 @@ def made_by(action: Action, num_stages: int) -> Parcel | None:
         return Parcel(action.stage + 1, action.microbatch, False)
     if action.kind in ("B", "I") and action.stage > 0:
         return Parcel(action.stage - 1, action.microbatch, True)
+    return None
+
+
+def needed_by(action: Action, num_stages: int) -> Parcel | None:
+    """What an action needs of another stage: F of the one before, B and I of the next one."""
+    if action.kind == "F" and action.stage > 0:
+        return Parcel(action.stage, action.microbatch, False)
+    if action.kind in ("B", "I") and action.stage + 1 < num_stages:
+        return Parcel(action.stage, action.microbatch, True)
     return None
 
 
@@ -91,17 +105,21 @@ class Post:
     ) -> None:
         self._peers, self._rank_of_stage, self._forms = peers, rank_of_stage, forms
         self._coming: dict[int, list[Parcel]] = {}
-        for source, row in enumerate(rows):
-            if source != peers.rank:
-                made = (made_by(action, len(rank_of_stage)) for action in row)
-                mine = [p for p in made if p is not None and rank_of_stage[p.stage] == peers.rank]
-                if mine:
-                    self._coming[source] = mine
+        self._made_at: dict[Parcel, int] = {}  # where in its sender's row
+        self._needed_at: dict[Parcel, int] = {}  # where in the row of the rank that it goes to
+        for other, row in enumerate(rows):
+            for place, action in enumerate(row) if other != peers.rank else ():
+                made, needed = made_by(action, len(rank_of_stage)), needed_by(action, len(rank_of_stage))
+                if made is not None and rank_of_stage[made.stage] == peers.rank:
+                    self._coming.setdefault(other, []).append(made)
+                    self._made_at[made] = place
+                if needed is not None and rank_of_stage[needed.maker] == peers.rank:
+                    self._needed_at[needed] = place
         self._places = {parcel: (source, at) for source, all_ in self._coming.items() for at, parcel in enumerate(all_)}
         self._num_asked = dict.fromkeys(self._coming, 0)
         self._asked: dict[Parcel, tuple[Any, torch.Tensor]] = {}
         self._here: dict[Parcel, torch.Tensor] = {}
-        self._sent: list[tuple[Any, torch.Tensor]] = []
+        self._sent: dict[int, list[tuple[Parcel, Any, torch.Tensor]]] = {}
 
     def hand_on(self, parcel: Parcel, tensor: torch.Tensor) -> int:
         """To its stage; returns the bytes that left this rank. Within a rank nothing is copied."""
@@ -110,8 +128,13 @@ class Post:
             self._here[parcel] = tensor
             return 0
         tensor = tensor.contiguous()
-        self._sent.append((self._peers.send(tensor, target), tensor))
+        self._sent.setdefault(target, []).append((parcel, self._peers.send(tensor, target), tensor))
         return tensor.nbytes
+
+    @property
+    def num_sent(self) -> int:
+        """Messages whose tensors are still held: nobody can know yet that they have arrived."""
+        return sum(map(len, self._sent.values()))
 
     def ask_ahead(self, parcel: Parcel) -> None:
         """Begin to receive it, with what its sender makes before, and a few more."""
@@ -137,11 +160,25 @@ class Post:
         self.ask_ahead(parcel)
         work, buffer = self._asked.pop(parcel)
         work.wait()
+        source, _ = self._places[parcel]
+        self._let_go(source, self._made_at[parcel])
         return buffer
+
+    def _let_go(self, target: int, place: int) -> None:
+        """`target` has made something at `place` of its row: what it needed until then has arrived. Without this a
+        step would hold all that it ever sent, however few microbatches are in flight."""
+        left = []
+        for parcel, work, tensor in self._sent.get(target, ()):
+            if self._needed_at[parcel] <= place:
+                work.wait()
+            else:
+                left.append((parcel, work, tensor))
+        self._sent[target] = left
 
     def settle(self) -> None:
         """At the end: all that was sent has left."""
-        for work, _ in self._sent:
-            work.wait()
+        for sent in self._sent.values():
+            for _, work, _ in sent:
+                work.wait()
         self._sent.clear()
         assert not self._asked, "somebody sent what nobody took"

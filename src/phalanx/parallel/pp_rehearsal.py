@@ -62,9 +62,9 @@ def rehearse(
 def _require_unmoved(module: nn.Module, before: Mapping[str, torch.Tensor]) -> None:
     for name, buffer in _persistent_buffers(module):
         if name in before and _differ(buffer, before[name]):
+            own_name = full_name(name).removeprefix("module.")  # of the user's, inside of the root
             raise LayoutError(
-                f"a forward in evaluation moves the buffer {full_name(name)}, and in a pipeline it is called once per "
-                "stage",
+                f"a forward in evaluation moves the buffer {own_name}, and each stage of a pipeline calls it",
                 fix="move it in training alone and inside of a block, keep it out of checkpoints (persistent=False), "
                 "or do without parallel.pp",
             )
@@ -113,6 +113,7 @@ def _through(
         if owner == peers.rank:
             try:
                 hidden = compute(stage, hidden)
+                _require_sendable(stage, hidden, is_last=stage + 1 == len(rank_of_stage))
             except PhalanxError as error:
                 refusal = error
         is_last = stage + 1 == len(rank_of_stage)
@@ -129,7 +130,27 @@ def _through(
         elif peers.rank == target:
             hidden = form.empty(peers.device)
             peers.receive(hidden, owner).wait()
+        _open_way_back(peers, owner, target)
     return forms
+
+
+def _require_sendable(stage: int, made: Any, *, is_last: bool) -> None:
+    if not is_last and (made.dtype not in _TYPES or made.ndim > _MAX_DIMS):
+        raise LayoutError(
+            f"stage {stage} hands on a tensor of {made.dtype} and {made.ndim} dimensions, which stages cannot send",
+            fix=f"have blocks return floats of at most {_MAX_DIMS} dimensions, or do without parallel.pp",
+        )
+
+
+def _open_way_back(peers: Peers, owner: int, target: int) -> None:
+    """NCCL opens a way between two ranks when it is first used, and both wait for each other then. In a schedule a rank
+    asks for a gradient before it has done what the gradient is of; so ways back are opened here, where all ranks go in
+    step."""
+    token = torch.zeros(1, device=peers.device)
+    if peers.rank == target:
+        peers.send(token, owner).wait()
+    elif peers.rank == owner:
+        peers.receive(token, target).wait()
 
 
 def _told(

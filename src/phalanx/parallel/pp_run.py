@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from phalanx.core.errors import LayoutError
+from phalanx.core.errors import LayoutError, PhalanxError
 from phalanx.parallel.drawing import Drawing
 from phalanx.parallel.pp import Staged
 from phalanx.parallel.pp_links import Form, Parcel, Post, made_by
@@ -72,6 +72,7 @@ class PipelineRun:
         self, microbatches: Sequence[Batch], objective: Any, step: int, add: Callable[[torch.Tensor, Any], None]
     ) -> None:
         """All actions of this rank. `add(loss, num_targets)` is called for each microbatch of the last stage."""
+        self._require_in_step()
         schedule = self._schedule(len(microbatches))
         self.spans, self.sent_bytes = [], 0
         self._kept.clear()
@@ -88,6 +89,15 @@ class PipelineRun:
         self.is_under_way = False
         assert not self._kept, "a schedule that was checked leaves nothing"
         assert not self._weights.num_due, "nor does it leave a W"
+
+    def _require_in_step(self) -> None:
+        """Another step's messages would be taken for those that other ranks still wait for."""
+        if self.is_under_way:
+            raise PhalanxError(
+                "an error left the pipeline in the middle of a schedule, and nothing can follow it",
+                why="the other ranks wait for what this one has not sent",
+                fix="end the process after such an error, and start again from a checkpoint",
+            )
 
     def _schedule(self, num_microbatches: int) -> Schedule:
         if num_microbatches not in self._schedules:
@@ -233,7 +243,7 @@ class PipelineRun:
             if key in self._forms:
                 continue
             door = self.staged.door
-            door.is_rehearsal = True
+            door.is_rehearsal = self.is_under_way = True
 
             def compute(stage: int, given: torch.Tensor | None, batch: Batch = batch) -> Any:
                 return self._compute(stage, given, batch, objective)
@@ -246,6 +256,10 @@ class PipelineRun:
                     )
                 if self.piece.tensor_group is not None:
                     self._num_tokens[key] = self.piece.tensor_group.num_tokens
+                self.is_under_way = False
+            except PhalanxError:  # the same on every rank
+                self.is_under_way = False
+                raise
             finally:
                 door.is_rehearsal = False
 
@@ -264,6 +278,7 @@ class PipelineRun:
 
         As many microbatches as there are ranks are under way together.
         """
+        self._require_in_step()
         pipeline = self.staged.pipeline
         batches = iter(microbatches)
         while some := list(itertools.islice(batches, pipeline.num_ranks)):

@@ -63,7 +63,11 @@ def _sum(staged: Staged, holders: tuple[int, ...], own: torch.Tensor) -> torch.T
     for other in holders:
         if other != peers.rank:
             found[other] = torch.empty_like(own)
-            works += [peers.send(own, other), peers.receive(found[other], other)]
+            # The way down first, on both ranks: NCCL opens a way when it is first used, and waits for the other rank.
+            if peers.rank < other:
+                works += [peers.send(own, other), peers.receive(found[other], other)]
+            else:
+                works += [peers.receive(found[other], other), peers.send(own, other)]
     _wait(works)
     total = found[holders[0]].clone()
     for other in holders[1:]:

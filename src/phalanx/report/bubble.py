@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import LayoutError
 from phalanx.observe.events import PipelineMeasured
-from phalanx.plan.pipeline.generate import generate
-from phalanx.plan.pipeline.measured import planned_at, times, total_s
+from phalanx.plan.pipeline.measured import planned_at, total_s
 from phalanx.plan.pipeline.planned import Pipeline
-from phalanx.plan.pipeline.simulate import StageCosts, Timeline, simulate
+from phalanx.plan.pipeline.remedies import LIMIT, MAX_ACTIONS, UNEVEN, enough_microbatches, halved
+from phalanx.plan.pipeline.simulate import StageCosts, Timeline
 from phalanx.report import words
 from phalanx.report.words import as_number
 
-LIMIT = 0.2  # of the ranks' time; waiting more than that is worth a change
-UNEVEN = 1.1  # the slowest stage against the mean of all
 UNEXPLAINED = 0.05  # of the ranks' time: what the schedule and the stages' times do not account for
-MAX_ACTIONS = 100_000  # of a schedule that is looked at here
-MAX_TIMES = 8  # so many times as many microbatches are proposed at most
 
 
 @dataclass(frozen=True)
@@ -119,31 +114,19 @@ class Measured:
 
     def _more_microbatches(self) -> list[str]:
         """The least number with which the schedule keeps to the limit."""
-        now = self.pipeline.num_microbatches
-        for count, how in self._counts():
-            # a microbatch of fewer samples takes less time in all stages alike, which no share depends on
-            bubble = _bubble(self.pipeline, count, self._once_cut)
-            if bubble is not None and bubble <= LIMIT:
-                share = words.percent(bubble, 1.0)
-                return [f"{count} microbatches instead of {now} ({how}) would bring {self._wait} to about {share}."]
-        return []
-
-    def _counts(self) -> Iterator[tuple[int, str]]:
-        """Numbers of microbatches there could be, and by which key of the job: smaller ones before more samples."""
-        now, samples = self.pipeline.num_microbatches, self.samples_per_rank
-        most = min(MAX_TIMES * now, MAX_ACTIONS // (3 * self.pipeline.num_stages))
-        for count in range(now + 1, min(most, samples) + 1):
-            if samples % count == 0:
-                yield count, f"train.micro_batch_size={samples // count}"
-        for factor in range(2, most // now + 1):
-            yield factor * now, f"a train.global_batch_size {factor} times as large"
+        found = enough_microbatches(self.pipeline, self.samples_per_rank, self._once_cut)
+        if found is None:
+            return []
+        count, is_divided, bubble = found
+        now, share = self.pipeline.num_microbatches, words.percent(bubble, 1.0)
+        how = f"a train.global_batch_size {count / now:g} times as large"
+        if is_divided:
+            how = f"train.micro_batch_size={self.samples_per_rank // count}"
+        return [f"{count} microbatches instead of {now} ({how}) would bring {self._wait} to about {share}."]
 
     def _interleaved(self) -> list[str]:
         """Two stages on each rank instead of one, if blocks can be cut so."""
-        pipeline = self.pipeline
-        can = pipeline.schedule_name in ("gpipe", "1f1b") and min(pipeline.stages.num_blocks) >= 2
-        halves = [times(cost, 0.5) for cost in self._once_cut for _ in range(2)]
-        bubble = _bubble_of("interleaved", pipeline.num_ranks, pipeline.num_microbatches, 2, halves) if can else None
+        bubble = halved(self.pipeline, self._once_cut)
         if bubble is None or bubble > 0.9 * self.event.bubble_predicted:
             return []
         share = words.percent(bubble, 1.0)
@@ -168,20 +151,3 @@ def pipeline_of(plan: dict[str, Any]) -> Pipeline | None:
     except (LayoutError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError):
         return None
     return found
-
-
-def _bubble(pipeline: Pipeline, num_microbatches: int, costs: Sequence[StageCosts]) -> float | None:
-    """Of a named schedule with another number of microbatches; None where there is none."""
-    if pipeline.rows:
-        return None
-    return _bubble_of(pipeline.schedule_name, pipeline.num_ranks, num_microbatches, pipeline.stages_per_rank, costs)
-
-
-def _bubble_of(
-    name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int, costs: Sequence[StageCosts]
-) -> float | None:
-    try:
-        schedule = generate(name, num_ranks, num_microbatches, stages_per_rank)
-    except LayoutError:
-        return None
-    return float(simulate(schedule, costs).bubble)

@@ -8,9 +8,10 @@ from phalanx.core.errors import LayoutError
 from phalanx.plan.pipeline.held import in_flight
 from phalanx.plan.pipeline.measured import measured_timeline, total_s
 from phalanx.plan.pipeline.planned import Pipeline
+from phalanx.plan.pipeline.remedies import LIMIT
 from phalanx.plan.pipeline.simulate import StageCosts, Timeline, simulate
 from phalanx.report import words
-from phalanx.report.bubble import LIMIT, Measured, pipeline_of
+from phalanx.report.bubble import Measured, pipeline_of
 from phalanx.report.facts import RunFacts
 from phalanx.report.markup import Html, table, tag
 from phalanx.report.pipeline import timeline_chart

@@ -130,6 +130,10 @@ class Causes:
                 f"each rank of tp has its own part of the gradient of {name}, and nobody added them up: "
                 'a rule "partial" is missing, or parts that ranks hold alike are not summed'
             )
+        if self._dp > 1 and self._is_mean_right(kind, name):
+            return (
+                f"each data-parallel rank has a gradient of {name} of its own, and their mean is right: never averaged"
+            )
         if self._cp > 1 and step == 0 and any(each.endswith((".k.weight", ".v.weight")) for each in off):
             return KEYS_LOST
         if len(off) < num_tensors:
@@ -158,6 +162,12 @@ class Causes:
         along, size = sum(d[2] for d in dots), sum(d[3] for d in dots)
         copies = [c for c in range(2, self._tp + 1) if self._tp % c == 0]
         return any(abs(along * c / size - 1) < 1e-6 for c in copies) if size else False
+
+    def _is_mean_right(self, kind: str, name: str) -> bool:
+        """True if what the ranks have, each something else, makes the reference on average."""
+        dots = [seen["tensors"][kind].get(name, NO_DOTS) for seen in self._seen]
+        along, size = sum(d[2] for d in dots), sum(d[3] for d in dots)
+        return size > 0 and abs(along / size - 1) < 1e-9
 
     def _of_clipping(self, step: int, factor: float) -> str:
         """A factor that first appears where clipping does, and is that of clipping."""

@@ -24,13 +24,18 @@ class StageCauses:
         """The norm of a rank's stages alone, or of all with those of one missing or twice."""
         sizes = self._compared.trace.sizes[gradients_of(step)]
         wanted = self._compared.trace.steps[step].grad_norm
+        squares: dict[float, str] = {}
         for rank in range(self._pipeline.num_ranks):
-            own = sum(size**2 for name, size in sizes.items() if rank in self._ranks_of(name))
             which = _listed("stage", self._pipeline.stages_of(rank))
-            if _near(found**2, own):
+            held = {name: len(self._ranks_of(name)) for name in sizes if rank in self._ranks_of(name)}
+            squares[sum(sizes[name] ** 2 for name in held)] = which
+            squares[sum(sizes[name] ** 2 / holders for name, holders in held.items())] = which  # each counts a part
+        for square, which in squares.items():
+            if _near(found**2, square):
                 return f"it is the norm of {which} alone: those of the other stages are missing"
+        for square, which in squares.items():
             for sign, words in ((1, "counted twice"), (-1, "left out")):
-                if _near((found**2 - wanted**2) / wanted**2, sign * own / wanted**2):
+                if _near(found**2 - wanted**2, sign * square):
                     return f"the gradients of {which} are {words}"
         return ""
 

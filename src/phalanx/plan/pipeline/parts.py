@@ -55,7 +55,7 @@ def part_params(shape: ModelShape, first_stage: Sequence[str] = (), last_stage: 
 def _of_own(measured: Measured, first_stage: Sequence[str], last_stage: Sequence[str]) -> PartParams:
     before: list[Holder] = []
     after: list[Holder] = []
-    has_met_a_block = False
+    has_met_a_block, last_stage = False, (*last_stage, *measured.last_stage)
     names = [name for name, _ in measured.blocks]
     for holder in measured.holders:
         if _is_in(holder.name, names):

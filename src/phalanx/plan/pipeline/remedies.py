@@ -8,6 +8,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.job.nearby import divisors
 from phalanx.plan.pipeline.cut import LayerCosts
 from phalanx.plan.pipeline.generate import generate
+from phalanx.plan.pipeline.measured import times
 from phalanx.plan.pipeline.order import Seconds
 from phalanx.plan.pipeline.planned import Pipeline, placement_of
 from phalanx.plan.pipeline.simulate import StageCosts, simulate
@@ -32,16 +33,20 @@ def bubble_of(
     return float(simulate(schedule, costs).bubble)
 
 
-def enough_microbatches(pipeline: Pipeline, share: int) -> tuple[int, bool, float] | None:
+def enough_microbatches(
+    pipeline: Pipeline, share: int, costs: Sequence[StageCosts] | None = None
+) -> tuple[int, bool, float] | None:
     """(how many microbatches bring the bubble to the limit, whether the `share` of samples divides into them, bubble).
 
-    Smaller microbatches before more samples. None for a schedule from a file, and where no number does.
+    `costs` of stages, where they are not the plan's: what was measured. Smaller microbatches before more samples. None
+    for a schedule from a file, and where no number does.
     """
-    if pipeline.rows or not pipeline.costs:
+    costs = pipeline.costs if costs is None else costs
+    if pipeline.rows or not costs:
         return None
     for count, is_divided in _counts(pipeline.num_microbatches, share):
         # A microbatch of fewer samples takes less time in all stages alike, which no share depends on.
-        bubble = bubble_of(pipeline.schedule_name, pipeline.num_ranks, count, pipeline.stages_per_rank, pipeline.costs)
+        bubble = bubble_of(pipeline.schedule_name, pipeline.num_ranks, count, pipeline.stages_per_rank, costs)
         if bubble is not None and bubble <= LIMIT:
             return count, is_divided, bubble
     return None
@@ -60,6 +65,14 @@ def interleaved_instead(pipeline: Pipeline, layers: LayerCosts) -> float | None:
     placement = placement_of("interleaved", pipeline.num_ranks, 2)
     costs = [StageCosts(cost, cost, cost) for cost in layers.of_stages(cut_for_ranks(layers, placement))]
     return bubble_of("interleaved", pipeline.num_ranks, pipeline.num_microbatches, 2, costs)
+
+
+def halved(pipeline: Pipeline, costs: Sequence[StageCosts]) -> float | None:
+    """The bubble with two stages on each rank, each half of one of now; None where that cannot be."""
+    if pipeline.schedule_name not in ("gpipe", "1f1b") or min(pipeline.stages.num_blocks) < 2:
+        return None
+    halves = [times(cost, 0.5) for cost in costs for _ in range(2)]
+    return bubble_of("interleaved", pipeline.num_ranks, pipeline.num_microbatches, 2, halves)
 
 
 def busiest(work: Sequence[Seconds], rank_of_stage: Sequence[int]) -> tuple[int, float]:

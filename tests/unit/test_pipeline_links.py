@@ -1,0 +1,121 @@
+"""Messages of a pipeline, all ranks in one process: their order, and how long what was sent is held."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx.parallel.pp_links import Form, Post, made_by, needed_by
+from phalanx.plan.pipeline.generate import generate
+from phalanx.plan.pipeline.held import in_flight
+from phalanx.plan.pipeline.planned import placement_of
+from phalanx.plan.pipeline.schedule import Schedule
+
+FORM = Form((2,), torch.float32)
+
+
+@dataclass
+class Message:
+    tensor: torch.Tensor
+    has_arrived: bool = False
+
+
+@dataclass
+class Ways:
+    """What is on its way from rank to rank, in the order in which it was sent."""
+
+    sent: dict[tuple[int, int], list[Message]] = field(default_factory=lambda: defaultdict(list))
+    num_asked: dict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
+
+
+@dataclass
+class Sent:
+    message: Message
+
+    def wait(self) -> None:
+        assert self.message.has_arrived, "a rank would wait for a send in the middle of its schedule"
+
+
+@dataclass
+class Asked:
+    ways: Ways
+    way: tuple[int, int]
+    place: int
+    buffer: torch.Tensor
+
+    def wait(self) -> None:
+        message = self.ways.sent[self.way][self.place]
+        self.buffer.copy_(message.tensor)
+        message.has_arrived = True
+
+
+@dataclass
+class Peers:
+    rank: int
+    ways: Ways
+    device: str = "cpu"
+
+    def send(self, tensor: torch.Tensor, target: int) -> Any:
+        message = Message(tensor.clone())
+        self.ways.sent[self.rank, target].append(message)
+        return Sent(message)
+
+    def receive(self, tensor: torch.Tensor, source: int) -> Any:
+        way = (source, self.rank)
+        self.ways.num_asked[way] += 1
+        return Asked(self.ways, way, self.ways.num_asked[way] - 1, tensor)
+
+
+def most_sent(schedule: Schedule) -> list[int]:
+    """By rank: how many messages it held at once, at most. All ranks do their rows as far as they can, in turn."""
+    ways, last = Ways(), schedule.num_stages - 1
+    forms = {(s, m): FORM for s in range(1, last + 1) for m in range(schedule.num_microbatches)}
+    ranks = range(schedule.num_ranks)
+    posts = [Post(Peers(r, ways), schedule.actions, schedule.rank_of_stage, forms) for r in ranks]  # type: ignore[arg-type]
+    done, most, made_already = [0] * schedule.num_ranks, [0] * schedule.num_ranks, set()
+    while any(done[r] < len(schedule.actions[r]) for r in ranks):
+        before = list(done)
+        for r in ranks:
+            while done[r] < len(schedule.actions[r]):
+                action = schedule.actions[r][done[r]]
+                needed, made = needed_by(action, schedule.num_stages), made_by(action, schedule.num_stages)
+                if needed is not None and needed not in made_already:
+                    break
+                if needed is not None:
+                    number = float(needed.stage * 1000 + needed.microbatch)
+                    assert posts[r].take(needed)[0] == (-number if needed.is_gradient else number)
+                if made is not None:
+                    number = float(made.stage * 1000 + made.microbatch)
+                    posts[r].hand_on(made, torch.full((2,), -number if made.is_gradient else number))
+                    made_already.add(made)
+                most[r], done[r] = max(most[r], posts[r].num_sent), done[r] + 1
+        assert done != before, "a rank waits for ever"
+    for post in posts:
+        post.settle()
+    return most
+
+
+CASES = [
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("interleaved", 2),
+    ("interleaved-zero-bubble", 2),
+    ("zb-v", 2),
+    ("dualpipe-v", 2),
+]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(("name", "per_rank"), CASES)
+def test_what_was_sent_is_held_no_longer_than_microbatches_are(name: str, per_rank: int, num_ranks: int) -> None:
+    few, many = (generate(name, num_ranks, count, per_rank) for count in (4 * num_ranks, 16 * num_ranks))
+    assert many.rank_of_stage == placement_of(name, num_ranks, per_rank)
+    held = in_flight(many).per_rank
+    for rank, count in enumerate(most_sent(many)):
+        assert count <= 2 * held[rank] + 2, (rank, count)
+    if name != "gpipe":
+        assert most_sent(many) == most_sent(few), "however many microbatches there are"
