@@ -6,7 +6,9 @@ import torch
 
 
 # begin reference
-def attention_by_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor, size: int) -> torch.Tensor:
+def attention_by_blocks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor, size: int
+) -> torch.Tensor:
     """Of queries [T, E] over keys and values [S, E]; keep [T, S] says which query sees which key."""
     out, lse = torch.zeros_like(q), q.new_full((len(q),), -torch.inf)
     for start in range(0, len(k), size):

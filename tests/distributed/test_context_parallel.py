@@ -1,4 +1,4 @@
-"""What ranks of cp send, and calls of a model whose sequences are cut; parity is tests/distributed/test_verify_cp.py."""
+"""What ranks of cp send, and calls of a model whose sequences are cut; for parity see test_verify_cp.py."""
 
 from __future__ import annotations
 

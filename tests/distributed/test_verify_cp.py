@@ -102,7 +102,8 @@ def gradients_of_keys_stay_away() -> None:
     """What other ranks' queries owe to a block of keys is not sent home."""
 
     def alone(self: Any, kv: torch.Tensor, of_block: Callable[..., torch.Tensor]) -> torch.Tensor:
-        return [of_block(owner, block) for owner, block in self.blocks(kv)][0]
+        own, *_ = [of_block(owner, block) for owner, block in self.blocks(kv)]
+        return own
 
     cp_attention._Ring.gradients = alone  # type: ignore[method-assign]
 

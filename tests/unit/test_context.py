@@ -1,4 +1,4 @@
-"""Chunks, block products and their merge, against the reference of a dozen lines and against torch's whole attention."""
+"""Chunks, block products and their merge, against the reference of a dozen lines and torch's whole attention."""
 
 from __future__ import annotations
 
@@ -218,5 +218,7 @@ def test_what_cannot_be_is_refused_with_what_can(
 
 def test_keys_that_nothing_reads_are_told() -> None:
     body = {"parallel": {"cp_attention": "ulysses", "cp_load_balance": "none"}}
-    found = [".".join(map(str, finding.path)) for finding in context_parallel_keys_are_read.run(Job.model_validate(body))]
+    found = [
+        ".".join(map(str, finding.path)) for finding in context_parallel_keys_are_read.run(Job.model_validate(body))
+    ]
     assert found == ["parallel.cp_attention", "parallel.cp_load_balance"]

@@ -274,8 +274,8 @@ class Parallel(Section):
     """With cp: how attention sees all tokens: keys and values travel from rank to rank while blocks are computed; or
     every rank gathers them all; or ranks change tokens for heads, which cp must divide."""
     cp_load_balance: Literal["zigzag", "none"] = "zigzag"
-    """With cp: zigzag gives each rank an early and a late part of a sequence, so that all have equal work under a causal
-    mask; none: one run of tokens. (ulysses has equal work anyway, and cuts no further than none.)"""
+    """With cp: zigzag gives each rank an early and a late part of a sequence, so that all have equal work under a
+    causal mask; none: one run of tokens. (ulysses has equal work anyway, and cuts no further than none.)"""
     pp: Positive | None = None
     """Ranks over which the blocks of a model are spread in stages (pipeline parallelism): docs/pipeline.md."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zb-v", "dualpipe-v"] | None = None

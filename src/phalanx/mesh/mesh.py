@@ -73,7 +73,7 @@ class Mesh:
         return self.rank % count, count
 
     def submesh(self, *axes: str) -> DeviceMesh:
-        """The DeviceMesh of `axes` through this rank; dp_shard has the ranks of cp in it. Only for more than one rank."""
+        """The DeviceMesh of `axes` through this rank; dp_shard has the ranks of cp in it. For more than one rank."""
         assert self.device_mesh is not None, "one rank has no mesh"
         reduces = self.reducing_mesh is not None and any(axis.startswith("dp_") for axis in axes)
         of_all = self.reducing_mesh if self.reducing_mesh is not None and reduces else self.device_mesh

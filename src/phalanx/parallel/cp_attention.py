@@ -113,7 +113,7 @@ def _block(group: ContextGroup, owner: int, kv: torch.Tensor, mask: torch.Tensor
 
 
 class _Ring:
-    """Step s is that of the block of the rank s before this one. What travels is on its way while a block is computed."""
+    """Step s is that of the block of the rank s before this one. What travels does so while a block is computed."""
 
     def __init__(self, group: ContextGroup) -> None:
         self._group = group
@@ -139,12 +139,13 @@ class _Ring:
             if arriving is not None:
                 found += arriving()
             arriving = group.pass_on(found, GRADIENTS)
-        assert own is not None and arriving is not None
+        assert own is not None
+        assert arriving is not None
         return own.add_(arriving())
 
 
 class _Gathered:
-    """All blocks at once, in the backward once more: keeping them would take every rank as much as the whole sequence."""
+    """All blocks at once, in the backward once more: kept, they would take each rank as much as the whole sequence."""
 
     def __init__(self, group: ContextGroup) -> None:
         self._group = group

@@ -17,7 +17,7 @@ from phalanx.job.nearby import multiples_near
 
 @dataclass(frozen=True)
 class Part:
-    """A product of some queries with some keys, in chunks of what each rank has. `is_causal`: of one rank with itself."""
+    """A product of some queries with some keys, in chunks of each rank's. `is_causal`: of one rank with itself."""
 
     first_query: int
     last_query: int  # not in it

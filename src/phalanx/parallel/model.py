@@ -399,7 +399,9 @@ class ParallelModel:
         sent_bytes, scale = self._piece.traffic.take(), self.loss_scale
         if num_targets == 0:
             return StepFacts(0.0, 0, 0.0, True, tuple(reduced), sent_bytes, sent_tp_bytes)
-        factor = self.plan.layout.reduced.data_parallel_size * self._constant / num_targets / (scale.scale if scale else 1.0)
+        factor = (
+            self.plan.layout.reduced.data_parallel_size * self._constant / num_targets / (scale.scale if scale else 1.0)
+        )
         norm = factor * total_squares**0.5
         loss = loss_sum / num_targets
         finite = norm - norm == 0.0 and loss - loss == 0.0  # false for NaN and infinities

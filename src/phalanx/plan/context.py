@@ -26,7 +26,7 @@ def context_parallel_degree(job: Job, shape: ModelShape, tp: int) -> int:
         )
     if job.model.objective is not None:
         raise LayoutError(
-            f"parallel.cp {cp} gives an objective a part of each sequence, and nobody knows whether yours can do with it",
+            f"parallel.cp {cp} gives an objective a part of each sequence, and nobody knows if yours can do with it",
             fix="leave model.objective or parallel.cp out",
         )
     if job.train.compile:
@@ -86,11 +86,10 @@ def sent_bytes_of_step(shape: ModelShape, work: Workload) -> float:
     """
     others, c = work.cp - 1, work.compute_bytes
     kv, q = (2 * work.tokens * heads * shape.head_dim for heads in (shape.num_kv_heads, shape.num_heads))
+    num_products = shape.num_layers * work.num_microbatches
     if work.cp_attention == "ulysses":
-        each = 2 * (kv + q) * c * others / work.cp
-    else:
-        each = others * kv * (2 * c + max(4, c))
-    return each * shape.num_layers * work.num_microbatches
+        return num_products * 2 * (kv + q) * c * others / work.cp
+    return num_products * others * kv * (2 * c + max(4, c))
 
 
 def context_reasons(job: Job, shape: ModelShape, work: Workload) -> list[str]:

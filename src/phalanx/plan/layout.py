@@ -44,7 +44,7 @@ class Layout:
 
     @property
     def reduced(self) -> Layout:
-        """As those see it who reduce gradients: ranks of cp have other tokens, and count as further ones of dp_shard."""
+        """As those see it who reduce gradients: ranks of cp have other tokens, and count as more of dp_shard."""
         return replace(self, dp_shard=self.dp_shard * self.cp, cp=1)
 
     def coordinates(self, rank: int) -> dict[str, int]:

@@ -165,7 +165,7 @@ def stretches(shape: ModelShape, work: Workload, begin: int = 0, end: int | None
 
 
 def _not_repeated(shape: ModelShape, work: Workload) -> int:
-    """Of one token: what ring and all-gather do not keep of keys and values, which travel once for all their queries."""
+    """Of one token: what ring and all-gather do not keep of keys and values, which travel once for all queries."""
     if work.cp == 1 or work.cp_attention == "ulysses" or shape.kv_rank:
         return 0
     return 2 * (shape.num_heads - shape.num_kv_heads) * shape.head_dim * work.compute_bytes
@@ -181,7 +181,7 @@ def _outside_blocks(shape: ModelShape, work: Workload, c: int) -> float:
 
 
 def mask_bytes(shape: ModelShape, work: Workload) -> int:
-    """Of attention's masks for a microbatch: with cp for a rank's own queries, unless it has whole sequences of heads."""
+    """Of attention's masks for a microbatch: with cp of a rank's own queries, but of ulysses, whole."""
     c, documents = work.compute_bytes, work.document_masks
     whole = activations.mask_bytes(shape, work.micro_batch_size, work.seq_len, c, documents=documents)
     return whole // (1 if work.cp_attention == "ulysses" else work.cp)

@@ -9,7 +9,9 @@ from phalanx.plan.data_parallel import DataParallel
 from phalanx.plan.memory import Workload
 
 
-def work_of(job: Job, shape: ModelShape, *, micro_batch_size: int, num_microbatches: int, tp: int, cp: int = 1) -> Workload:
+def work_of(
+    job: Job, shape: ModelShape, *, micro_batch_size: int, num_microbatches: int, tp: int, cp: int = 1
+) -> Workload:
     """Without the blocks that are recomputed (see `plan.recompute`)."""
     return Workload(
         micro_batch_size,

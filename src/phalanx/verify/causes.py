@@ -26,8 +26,8 @@ KEYS_LOST = (
 
 
 class Causes:
-    """What a difference looks like, in words. `dp`: shares of the batch's tokens; `tp`: ranks that work on the same one;
-    `cp`: ranks that share its sequences."""
+    """What a difference looks like, in words. `dp`: shares of the batch's tokens; `tp`: ranks that work on the same
+    one; `cp`: ranks that share its sequences."""
 
     def __init__(
         self, compared: Comparison, *, dp: int, tp: int, cp: int = 1, pipeline: Pipeline | None = None
