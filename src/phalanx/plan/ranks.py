@@ -58,7 +58,7 @@ def _asked(job: Job) -> int | None:
     if not (job.parallel.dp_replicate and job.parallel.dp_shard):
         return asked
     if asked and asked != degrees:
-        shared = {"pp": job.parallel.pp or 1, "tp": job.parallel.tp or 1}
+        shared = {"pp": job.parallel.pp or 1, "cp": job.parallel.cp or 1, "tp": job.parallel.tp or 1}
         others = "".join(f" x {axis} {degree}" for axis, degree in shared.items() if degree > 1)
         raise LayoutError(
             f"parallel.dp_replicate {job.parallel.dp_replicate} x dp_shard {job.parallel.dp_shard}{others} makes "
@@ -89,8 +89,8 @@ def _most_that_share_the_batch(job: Job, cluster: Cluster) -> int:
 
 
 def _require_degrees_divide(job: Job, ranks: int) -> None:
-    if (job.parallel.pp or 1) > 1:
-        asked = {axis: getattr(job.parallel, axis) or 1 for axis in ("pp", "tp")}
+    if max(job.parallel.pp or 1, job.parallel.cp or 1) > 1:
+        asked = {axis: getattr(job.parallel, axis) or 1 for axis in ("pp", "cp", "tp")}
         fill_layout(ranks, dp_replicate=job.parallel.dp_replicate, dp_shard=job.parallel.dp_shard, **asked)
         return
     tp = job.parallel.tp or 1
