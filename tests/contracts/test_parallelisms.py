@@ -30,6 +30,7 @@ def needing_plans() -> list[Plan]:
     return [
         *plans,
         plan(2, tp=2),
+        plan(2, cp=2),
         plan(2, recompute="full", dp_replicate=2),
         replace(plan(2, dp_replicate=2), compile=True),
         replace(plan(2, dp_replicate=2), offload_activations=True),

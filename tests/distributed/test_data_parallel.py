@@ -90,7 +90,7 @@ def train_parallel(rank: int, num_ranks: int, copies: bool, root: Path) -> dict[
         offload.on_host = torch.clone
     found: dict[str, Tensors] = {}
     for name, axes in all_layouts(num_ranks):
-        if "tp" in axes or any("." in key for key in axes):  # of data parallelism alone
+        if {"tp", "cp", "pp"} & set(axes) or any("." in key for key in axes):  # of data parallelism alone
             continue
         a_plan = plan(num_ranks, 3, **axes)
         with open_mesh(a_plan.layout, device="cpu") as mesh:

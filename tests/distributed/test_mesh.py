@@ -227,18 +227,3 @@ def test_a_device_that_is_not_there_is_refused() -> None:
     assert choose_device("auto", 3) == torch.device("cpu")
     with pytest.raises(EnvironmentProblem, match="no CUDA device"):
         choose_device("cuda", 0)
-
-
-def open_many(rank: int) -> list[int]:
-    counts = []
-    for _ in range(6):
-        with open_mesh(Layout(pp=2, dp_shard=2), device="cpu") as mesh:
-            mesh.barrier()
-            counts.append(len(os.listdir("/proc/self/task")))
-    return counts
-
-
-def test_threads_do_not_pile_up_where_one_group_of_ranks_opens_many_meshes() -> None:
-    """Each process group has threads; those of a mesh end with it, up to what the one before still holds."""
-    for counts in run_ranks(4, open_many):
-        assert max(counts[2:]) <= counts[1]

@@ -31,6 +31,11 @@ def test_without_pp_there_is_no_pipeline() -> None:
     assert plan(pp=1, ranks=4).to_json()["pipeline"] is None
 
 
+def test_ranks_that_the_degrees_alone_decide_are_said_to_be_that() -> None:
+    job = Job.model_validate({"train": {"global_batch_size": 2}, "parallel": {"pp": 4}})
+    assert "4 ranks: as many as pp=4 takes" in make_plan(job, cluster=Cluster("cpu", 2, 8 * GIB)).reasons
+
+
 def test_defaults() -> None:
     found = plan()
     pipeline = pipeline_of(found)
@@ -254,6 +259,10 @@ def test_a_schedule_that_is_not_for_the_job_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.csv"
     write_schedule(generate("1f1b", 2, 8), file)
     assert "the schedule is for 2 ranks, and parallel.pp is 4; set parallel.pp=2" in refusal(schedule_file=str(file))
+    (short := tmp_path / "short.csv").write_text(
+        "0F0,0B0\n"
+    )  # one rank is no pipeline, so parallel.pp=1 would be refused as well
+    assert "write a line for each rank" in refusal(schedule_file=str(short))
     assert "has 8 microbatches, which do not divide the 36 sequences of a pipeline" in refusal(
         pp=2, batch=36, schedule_file=str(file)
     )

@@ -58,10 +58,13 @@ def test_a_degree_that_the_heads_forbid_is_refused_with_the_nearest() -> None:
     refused = [
         case
         for case in make_cases(job, list(all_layouts(3)), num_ranks=3, cluster=CPU, shape=None)
-        if case.refused and "tp" in case.parallel
+        if case.refused and "pp" not in case.parallel
     ]
-    assert refused
-    assert all("nearest: 2 or 4" in case.refused for case in refused)
+    assert {axis for case in refused for axis in ("tp", "cp") if axis in case.parallel} == {"tp", "cp"}
+    for case in refused:
+        wanted = "nearest: 2 or 4" if "tp" in case.parallel else "nearest: 2, or parallel.cp_attention=ring"
+        assert wanted in case.refused
+        assert "tp" in case.parallel or case.parallel["cp_attention"] == "ulysses"
 
 
 def test_a_refused_layout_says_why() -> None:

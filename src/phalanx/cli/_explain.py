@@ -131,12 +131,12 @@ def _follows(key: str, shape: dict[str, Any]) -> str:
 
 def _parallel(job: Job, plan: Plan) -> list[Explained]:
     layout, chosen = plan.layout, plan.chosen
-    stage = plan.zero_stage if layout.dp_shard > 1 else None
+    stage = plan.zero_stage if layout.reduced.dp_shard > 1 and plan.zero_stage else None
     rows: dict[str, tuple[Any, str]] = {
         "ranks": (plan.world_size, plan.reasons[0]),
         "dp_replicate": (layout.dp_replicate, chosen.why),
         "dp_shard": (layout.dp_shard, chosen.why),
-        "zero_stage": (stage, chosen.why if layout.dp_shard > 1 else "nothing is sharded"),
+        "zero_stage": (stage, chosen.why if stage else "nothing is sharded"),
     }
     if plan.pipeline is not None:
         rows |= _pipeline(job, plan.pipeline)

@@ -19,7 +19,9 @@ from phalanx.plan.plan import Plan
 def print_recut(job: Job, plan: Plan, run_dir: Path, *, as_json: bool) -> int:
     """Raises UsageError for a run without a measured pipeline, LayoutError for one of another pipeline."""
     if plan.pipeline is None:
-        raise UsageError("--recut is for pipelines, and parallel.pp is 1", fix="set parallel.pp as the run had it")
+        raise UsageError(
+            "--recut is for pipelines, and parallel.pp is 1", fix="give the job file and keys that the run had"
+        )
     event = _last_measured(run_dir)
     try:
         seconds = [StageCosts(*row) for row in event.stage_seconds]

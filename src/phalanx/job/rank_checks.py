@@ -8,7 +8,7 @@ from phalanx.job.question import check, finding
 from phalanx.job.schema import Job
 
 
-@check("parallel.ranks", "parallel.dp_replicate", "parallel.dp_shard", "parallel.pp", "parallel.tp")
+@check("parallel.ranks", "parallel.dp_replicate", "parallel.dp_shard", "parallel.pp", "parallel.cp", "parallel.tp")
 def axes_fill_the_ranks(job: Job) -> list[Finding]:
     ranks, copies, shards = job.parallel.ranks, job.parallel.dp_replicate, job.parallel.dp_shard
     shared = job.parallel.model_parallel_size
@@ -37,7 +37,7 @@ def axes_fill_the_ranks(job: Job) -> list[Finding]:
 
 def _model_axes(job: Job) -> dict[str, int]:
     """The degrees above 1 of the axes whose ranks work on the same samples."""
-    degrees = {"pp": job.parallel.pp or 1, "tp": job.parallel.tp or 1}
+    degrees = {"pp": job.parallel.pp or 1, "cp": job.parallel.cp or 1, "tp": job.parallel.tp or 1}
     return {axis: degree for axis, degree in degrees.items() if degree > 1}
 
 
@@ -50,7 +50,7 @@ def _model_parallel_does_not_divide(job: Job, ranks: int) -> Finding:
     what = f"{' x '.join(f'{axis} {degree}' for axis, degree in axes.items())} = {job.parallel.model_parallel_size}"
     near = nearest_degrees(ranks, axes, must_fill=False)
     fix = f"nearest: {' x '.join(f'{axis}={degree}' for axis, degree in near.items())}"
-    return finding("parallel.pp", f"{what} does not divide the {ranks} ranks", fix)
+    return finding(f"parallel.{next(iter(axes))}", f"{what} does not divide the {ranks} ranks", fix)
 
 
 @check("train.global_batch_size", "train.micro_batch_size")
@@ -70,6 +70,7 @@ def micro_batch_divides_global(job: Job) -> list[Finding]:
     "parallel.dp_replicate",
     "parallel.dp_shard",
     "parallel.pp",
+    "parallel.cp",
     "parallel.tp",
 )
 def ranks_share_the_batch(job: Job) -> list[Finding]:
@@ -95,6 +96,16 @@ def tensor_parallel_keys_are_read(job: Job) -> list[Finding]:
     return [finding(f"parallel.{key}", what, fix) for key, wish in wishes.items() if wish]
 
 
+@check("parallel.cp", "parallel.cp_attention", "parallel.cp_load_balance")
+def context_parallel_keys_are_read(job: Job) -> list[Finding]:
+    if (job.parallel.cp or 1) > 1:
+        return []
+    wishes = {"cp_attention": job.parallel.cp_attention != "ring"}
+    wishes["cp_load_balance"] = job.parallel.cp_load_balance != "zigzag"
+    what, fix = "is for context parallelism, and parallel.cp is 1", "set parallel.cp, or remove it"
+    return [finding(f"parallel.{key}", what, fix) for key, wish in wishes.items() if wish]
+
+
 @check(
     "parallel.ranks", "parallel.dp_replicate", "parallel.dp_shard", "parallel.compress", asked_by=("parallel.ranks",)
 )
@@ -108,6 +119,7 @@ def compressed_gradients_travel(job: Job) -> list[Finding]:
 
 CHECKS = (
     tensor_parallel_keys_are_read,
+    context_parallel_keys_are_read,
     compressed_gradients_travel,
     axes_fill_the_ranks,
     micro_batch_divides_global,

@@ -269,6 +269,14 @@ class Parallel(Section):
     tp_chunks: Positive = 1
     """With tp: a product beside a collective is cut into so many chunks, so that one is computed while another travels.
     1: one after the other."""
+    cp: Positive | None = None
+    """Ranks that each have a part of every sequence's tokens (context parallelism): docs/context-parallel.md."""
+    cp_attention: Literal["ring", "all-gather", "ulysses"] = "ring"
+    """With cp: how attention sees all tokens: keys and values travel from rank to rank while blocks are computed; or
+    every rank gathers them all; or ranks change tokens for heads, which cp must divide."""
+    cp_load_balance: Literal["zigzag", "none"] = "zigzag"
+    """With cp: zigzag gives each rank an early and a late part of a sequence, so that all have equal work under a
+    causal mask; none: one run of tokens. (ulysses has equal work anyway, and cuts no further than none.)"""
     pp: Positive | None = None
     """Ranks over which the blocks of a model are spread in stages (pipeline parallelism): docs/pipeline.md."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zb-v", "dualpipe-v"] | None = None
@@ -318,8 +326,8 @@ class Parallel(Section):
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that work on the same samples: pp x tp."""
-        return (self.pp or 1) * (self.tp or 1)
+        """Ranks that work on the same samples: pp x cp x tp."""
+        return (self.pp or 1) * (self.cp or 1) * (self.tp or 1)
 
 
 class Precision(Section):

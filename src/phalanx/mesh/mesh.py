@@ -41,6 +41,8 @@ class Mesh:
     local_rank: int
     device: torch.device
     device_mesh: DeviceMesh | None = field(default=None, repr=False)
+    reducing_mesh: DeviceMesh | None = field(default=None, repr=False)
+    """The same ranks along the axes of `layout.reduced`; None where that is the layout."""
     group: dist.ProcessGroup | None = field(default=None, repr=False)
 
     @property
@@ -57,11 +59,12 @@ class Mesh:
 
     @property
     def counts_samples(self) -> bool:
-        """False for a rank that has the same sums as another one, whose are the ones that count.
+        """False for a rank that has the same sums as another one, whose are the ones that count: those of tp see the
+        same tokens, those of cp others of the same samples.
 
         Of a pipeline only the ranks with the last stage have any.
         """
-        return all(self.coordinates[axis] == 0 for axis in ("cp", "tp"))
+        return self.coordinates["tp"] == 0
 
     @property
     def place_in_stage(self) -> tuple[int, int]:
@@ -70,13 +73,15 @@ class Mesh:
         return self.rank % count, count
 
     def submesh(self, *axes: str) -> DeviceMesh:
-        """The DeviceMesh of `axes` through this rank. Only for more than one rank."""
+        """The DeviceMesh of `axes` through this rank; dp_shard has the ranks of cp in it. For more than one rank."""
         assert self.device_mesh is not None, "one rank has no mesh"
-        return self.device_mesh[axes if len(axes) > 1 else axes[0]]
+        reduces = self.reducing_mesh is not None and any(axis.startswith("dp_") for axis in axes)
+        of_all = self.reducing_mesh if self.reducing_mesh is not None and reduces else self.device_mesh
+        return of_all[axes if len(axes) > 1 else axes[0]]
 
     def data_parallel_group(self) -> dist.ProcessGroup:
-        """The ranks that hold the same part of the model and see different sequences. Only for more than one rank."""
-        if self.layout.dp_shard == 1:
+        """The ranks that hold the same part of the model and see different tokens. Only for more than one rank."""
+        if self.layout.reduced.dp_shard == 1:
             return self.submesh("dp_replicate").get_group()
         if self.layout.dp_replicate == 1:
             return self.submesh("dp_shard").get_group()
@@ -215,7 +220,7 @@ def open_mesh(
     threads_before = torch.get_num_threads()
     if where.type == "cpu":
         torch.set_num_threads(threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)))
-        if layout.dp_shard > 1:
+        if layout.reduced.dp_shard > 1:
             return_large_blocks()
     else:
         torch.cuda.set_device(where)
@@ -228,24 +233,19 @@ def open_mesh(
         store = store or open_store(rendezvous_s=rendezvous_s)
         _join(store, rank, world_size, where, timeout_s=timeout_s, rendezvous_s=rendezvous_s)
     try:
-        shape = tuple(getattr(layout, axis) for axis in AXES)
-        known = set(dist.distributed_c10d._world.pg_map)
-        device_mesh = init_device_mesh(where.type, shape, mesh_dim_names=AXES)
-        yield Mesh(layout, rank, local_rank, where, device_mesh)
-        if not ours:
-            _close_groups_but(known)
+        device_mesh = _device_mesh(where, layout)
+        reducing = _device_mesh(where, layout.reduced) if layout.cp > 1 else None
+        # Where the ranks go on, the groups stay open: DTensor keeps what it knows of a mesh for another one like it.
+        yield Mesh(layout, rank, local_rank, where, device_mesh, reducing)
     finally:
         torch.set_num_threads(threads_before)
         if ours and dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _close_groups_but(known: set[dist.ProcessGroup]) -> None:
-    """Close the groups of a mesh whose ranks go on: each has threads of its own. Collective."""
-    dist.barrier()  # nobody is inside of one
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group not in known:
-            dist.destroy_process_group(group)
+def _device_mesh(device: torch.device, layout: Layout) -> DeviceMesh:
+    shape = tuple(getattr(layout, axis) for axis in AXES)
+    return init_device_mesh(device.type, shape, mesh_dim_names=AXES)
 
 
 def _join(

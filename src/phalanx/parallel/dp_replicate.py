@@ -24,7 +24,7 @@ class DpReplicate:
     order = Order.DATA
 
     def wanted(self, plan: Plan) -> bool:
-        return plan.layout.data_parallel_size > 1 and plan.zero_stage <= 1
+        return plan.layout.reduced.data_parallel_size > 1 and plan.zero_stage <= 1
 
     def apply(self, piece: Workpiece) -> None:
         piece.materialize()
@@ -69,7 +69,7 @@ def reduce_after_pipeline(piece: Workpiece) -> None:
     group, phases, traffic = piece.mesh.data_parallel_group(), piece.phases, piece.traffic
     parameters = [p for p in piece.root.module.parameters() if p.requires_grad][::-1]
     buckets = list(_buckets(parameters, int(piece.plan.bucket_mb * 2**20)))
-    num_ranks = piece.plan.layout.data_parallel_size
+    num_ranks = piece.plan.layout.reduced.data_parallel_size
     buffers = differing_buffers(piece.root)
 
     def reduce() -> None:

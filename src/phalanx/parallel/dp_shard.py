@@ -29,10 +29,10 @@ class DpShard:
     order = Order.DATA
 
     def wanted(self, plan: Plan) -> bool:
-        return plan.layout.dp_shard > 1 and plan.zero_stage >= 2
+        return plan.layout.reduced.dp_shard > 1 and plan.zero_stage >= 2
 
     def apply(self, piece: Workpiece) -> None:
-        layout, options = piece.plan.layout, piece.plan.data_parallel
+        layout, options = piece.plan.layout.reduced, piece.plan.data_parallel
         axes = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
         low = piece.compute_dtype is not torch.float32
         whole = kept_whole(piece.root.module, options.keep_whole_below)
@@ -152,7 +152,7 @@ def _time_communication(unit: FSDPModule, piece: Workpiece) -> None:
     """Charge FSDP's gathers and scatters to "collective" where they block; on gloo that is where they happen, and they
     go by what is quickest there."""
     gather_class, scatter_class = fsdp_comm_classes()
-    phases, traffic, layout = piece.phases, piece.traffic, piece.plan.layout
+    phases, traffic, layout = piece.phases, piece.traffic, piece.plan.layout.reduced
 
     class Gather(gather_class):  # type: ignore[misc, valid-type]
         def __call__(

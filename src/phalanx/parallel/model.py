@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.core.errors import PhalanxError
+from phalanx.core.errors import LayoutError, PhalanxError
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import LogicalShard, full_name
 from phalanx.mesh.mesh import Mesh
@@ -153,12 +153,19 @@ class ParallelModel:
         return 0 if self._run is None else self._run.sent_bytes
 
     @property
+    def sent_cp_bytes(self) -> int:
+        """Bytes that this rank has sent to those with other tokens of its sequences, since it began."""
+        return 0 if self._piece.context is None else round(self._piece.context.group.sent_bytes)
+
+    @property
     def left_to_torch(self) -> Mapping[str, str]:
         """What draws as torch does, and so depends on the layout: name -> why. Known once a step was done."""
         return self._piece.draws.left_to_torch
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, on this rank's inputs. Raises LayoutError where it is cut into stages."""
+        if self._piece.context is not None:
+            raise LayoutError("a model whose sequences are cut (parallel.cp) is called through call_then")
         with self._autocast():
             return self._piece.outer(args, kwargs, _together)
 
@@ -166,12 +173,20 @@ class ParallelModel:
         """`then(outputs)` of one forward, run while a sharded model's outermost weights are still whole.
 
         Of a pipeline: called where the last stage is, and must give a tensor, which every rank returns. Collective.
+        With cp each rank has outputs of its own tokens; every rank returns, as a tensor, what is made where the last
+        token is the last one. A batch is then inputs alone, of any length.
         """
+        context = self._piece.context
+        if context is None:
+            return self._call_then(batch, then)
+        return context.group.from_last(self._call_then(context.padded(batch), then))
+
+    def _call_then(self, batch: Batch, then: Callable[[Any], Any]) -> Any:
         if self._run is not None:
             (found,) = self._run.only_forward([batch], _Then(then))
             self._piece.rest()
             return self._run.on_all(found)
-        return self._call(batch, then)
+        return self._call(batch if self._piece.context is None else self._piece.context.cut(batch), then)
 
     def _call(self, batch: Batch, then: Callable[[Any], Any]) -> Any:
         args, kwargs = call_with_batch(self.module, batch)
@@ -333,6 +348,8 @@ class ParallelModel:
         if self.plan.model_shape.is_known:
             require_ids(given, self.plan.vocab_size)
         batch = NamedTensors({key: t.to(self.mesh.device, non_blocking=True) for key, t in given.items()})
+        if self._piece.context is not None:
+            batch = NamedTensors(self._piece.context.cut(batch))
 
         def loss_of(outputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
             if staged is not None:
@@ -382,7 +399,9 @@ class ParallelModel:
         sent_bytes, scale = self._piece.traffic.take(), self.loss_scale
         if num_targets == 0:
             return StepFacts(0.0, 0, 0.0, True, tuple(reduced), sent_bytes, sent_tp_bytes)
-        factor = self.plan.layout.data_parallel_size * self._constant / num_targets / (scale.scale if scale else 1.0)
+        factor = (
+            self.plan.layout.reduced.data_parallel_size * self._constant / num_targets / (scale.scale if scale else 1.0)
+        )
         norm = factor * total_squares**0.5
         loss = loss_sum / num_targets
         finite = norm - norm == 0.0 and loss - loss == 0.0  # false for NaN and infinities

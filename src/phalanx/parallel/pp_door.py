@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from phalanx.core.errors import LayoutError
+from phalanx.mesh.logical import local_tensor
 
 BEFORE, INSIDE, AFTER = "before", "between", "after"
 _EMPTIED = "_phalanx_emptied"  # attribute of a block of another stage: the parts that it had, emptied as well
@@ -61,6 +62,7 @@ class Door:
     outside: tuple[tuple[nn.Module, str], ...] = ()
     """The parameters outside the blocks that this rank holds: modules, and names in them."""
     _classes: dict[type[nn.Module], type[nn.Module]] = field(default_factory=dict)
+    _blocks: list[nn.Module] = field(default_factory=list)
 
     @property
     def is_last_stage(self) -> bool:
@@ -100,6 +102,7 @@ class Door:
 
     def guard(self, block: nn.Module, index: int) -> None:
         """From now on calls of `block`, whose class becomes one derived from its own, go through the door."""
+        self._blocks.append(block)
         own = type(block)
         if own not in self._classes:
             self._classes[own] = _guarded(own)
@@ -186,11 +189,18 @@ class Door:
         if not self.is_rehearsal or self.window is None or self.window.arrived is None:
             return
         if isinstance(value, torch.Tensor) and value.is_floating_point() and bool(value.isnan().any()):
+            if self._is_sick(self.window.arrived):
+                return
             raise LayoutError(
                 f"{what} depends on what comes before the blocks, which stage {self.window.stage} does not have",
                 why="stages hand on one tensor, the hidden states",
                 fix="compute it from the inputs inside of each block, or do without parallel.pp",
             )
+
+    def _is_sick(self, arrived: torch.Tensor) -> bool:
+        """What arrived, or a weight, is not finite: training has diverged, and a NaN says nothing about the model."""
+        tensors = (local_tensor(parameter) for block in self._blocks for parameter in block.parameters())
+        return any(not bool(tensor.isfinite().all()) for tensor in (arrived, *tensors))
 
     def require_clean_outputs(self, outputs: Any) -> None:
         """After a rehearsal of the last stage."""

@@ -22,6 +22,7 @@ from phalanx.parallel.wire import Traffic
 from phalanx.plan.plan import Plan
 
 if TYPE_CHECKING:
+    from phalanx.parallel.cp import Context
     from phalanx.parallel.pp import Staged
 
 Named = Iterable[tuple[str, nn.Parameter]]
@@ -83,6 +84,7 @@ class Workpiece:
     block_numbers: tuple[int, ...] = ()  # of `blocks` among those of the whole model
     names: frozenset[str] = frozenset()  # of all modules of the whole model
     absent: frozenset[str] = frozenset()  # modules outside the blocks of which another stage holds parameters
+    context: Context | None = None  # where ranks have parts of sequences
     staged: Staged | None = None  # the pipeline this rank is part of
     gather: Callable[[], None] = lambda: None  # weights are whole until `rest`
     after_weights: Callable[[], None] = lambda: None  # of a pipeline: weight gradients were made by hand

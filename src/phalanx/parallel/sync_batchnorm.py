@@ -25,8 +25,8 @@ class SyncBatchNorm:
 
     def wanted(self, plan: Plan) -> bool:
         """Also where nothing is synchronised but FSDP casts weights to bf16: torch's kernel takes no mixture."""
-        casts = plan.layout.dp_shard > 1 and plan.zero_stage >= 2 and plan.precision != "fp32"
-        return plan.layout.data_parallel_size > 1 and (plan.sync_batchnorm or casts)
+        casts = plan.layout.reduced.dp_shard > 1 and plan.zero_stage >= 2 and plan.precision != "fp32"
+        return plan.layout.reduced.data_parallel_size > 1 and (plan.sync_batchnorm or casts)
 
     def apply(self, piece: Workpiece) -> None:
         norms = [item for item in piece.root.module.named_modules() if isinstance(item[1], _BatchNorm)]

@@ -27,7 +27,7 @@ class WholeSmall:
     order = Order.UPDATE
 
     def wanted(self, plan: Plan) -> bool:
-        return plan.layout.dp_shard > 1 and plan.zero_stage >= 2
+        return plan.layout.reduced.dp_shard > 1 and plan.zero_stage >= 2
 
     def apply(self, piece: Workpiece) -> None:
         piece.materialize()

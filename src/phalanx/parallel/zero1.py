@@ -27,7 +27,7 @@ class Zero1:
     order = Order.UPDATE
 
     def wanted(self, plan: Plan) -> bool:
-        return plan.zero_stage == 1 and plan.layout.dp_shard > 1
+        return plan.zero_stage == 1 and plan.layout.reduced.dp_shard > 1
 
     def apply(self, piece: Workpiece) -> None:
         piece.materialize()

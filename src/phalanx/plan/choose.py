@@ -40,7 +40,10 @@ def _allowed(job: Job, candidates: Sequence[Candidate]) -> tuple[list[Candidate]
     if not runnable:
         options.require_runnable(candidates[0].name, candidates[0].zero_stage)
     shares = candidates[0].layout.data_parallel_size
-    if shares > 1 and (shard or stage or (replicate is not None and replicate < shares)):
+    if candidates[0].layout.cp > 1 and stage:  # which cp alone has ranks enough for
+        only = next(c for c in candidates if c.zero_stage == stage)
+        why = f"{only.name} over {only.layout}, as the job says"
+    elif shares > 1 and (shard or stage or (replicate is not None and replicate < shares)):
         is_sharded = (shard or shares // (replicate or 1)) > 1
         only = next(c for c in candidates if c.zero_stage == ((stage or 3) if is_sharded else 0))
         why = f"{only.name} over {only.layout}, as the job says"
@@ -77,7 +80,7 @@ def _recompute_that_fits(candidate: Candidate, weighing: Weighing) -> str:
 
     def fits(work: Workload) -> bool:
         return weighing.has_room_for(
-            replace(weighing, work=work).memory(candidate.zero_stage, candidate.layout.dp_shard)
+            replace(weighing, work=work).memory(candidate.zero_stage, candidate.layout.reduced.dp_shard)
         )
 
     return proposed(weighing.shape, weighing.work, fits, weighing.activations)
@@ -88,7 +91,7 @@ def _more_ranks(weighing: Weighing) -> str:
     memory: dict[str, int] = {}
     for doubled in range(1, 16):
         more = weighing.num_ranks * 2**doubled
-        memory = replace(weighing, num_ranks=more).memory(3, more // weighing.model_parallel_size)
+        memory = replace(weighing, num_ranks=more).memory(3, more // weighing.model_parallel_size * weighing.work.cp)
         if weighing.has_room_for(memory):
             return f"use more ranks ({more:,} with as much memory each: zero3 fits there) or a smaller model"
     largest = max(memory, key=lambda part: memory[part])

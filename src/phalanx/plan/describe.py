@@ -38,5 +38,5 @@ def describe(plan: Plan, *, of_samples: bool = False) -> list[str]:
 
 def _others(plan: Plan) -> str:
     """What a share of the batch has besides data parallelism: "x pp 4 x tp 2 "."""
-    degrees = {"pp": plan.layout.pp, "tp": plan.layout.tp}
+    degrees = {"pp": plan.layout.pp, "cp": plan.layout.cp, "tp": plan.layout.tp}
     return "".join(f"x {axis} {degree} " for axis, degree in degrees.items() if degree > 1)

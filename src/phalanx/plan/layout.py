@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 
 from phalanx.core.errors import LayoutError
 from phalanx.job.nearby import nearest_degrees
@@ -41,6 +41,11 @@ class Layout:
     def data_parallel_size(self) -> int:
         """Ranks that see different sequences."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def reduced(self) -> Layout:
+        """As those see it who reduce gradients: ranks of cp have other tokens, and count as more of dp_shard."""
+        return replace(self, dp_shard=self.dp_shard * self.cp, cp=1)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where `rank` stands on each axis. Raises LayoutError for a rank outside the layout."""

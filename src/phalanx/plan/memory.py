@@ -74,6 +74,8 @@ class Workload:
     segments: tuple[Segment, ...] | None = None  # blocks that are recomputed; None: as `recompute` says of each
     offloads_activations: bool = False  # what autograd keeps goes to host memory
     options: DataParallel = field(default_factory=DataParallel)
+    cp: int = 1  # ranks that each have a part of every sequence
+    cp_attention: str = "ring"
 
     @property
     def sequence_parts(self) -> int:
@@ -82,7 +84,8 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        return self.micro_batch_size * self.seq_len
+        """Of this rank."""
+        return self.micro_batch_size * self.seq_len // self.cp
 
     @property
     def compute_bytes(self) -> int:
@@ -136,6 +139,7 @@ def stretches(shape: ModelShape, work: Workload, begin: int = 0, end: int | None
         activations.block_bytes(
             shape, c, experts=layer >= shape.num_layers - shape.num_expert_layers, parts=work.sequence_parts
         )
+        - _not_repeated(shape, work)
         for layer in range(shape.num_layers)
     ]
     segments = work.segments
@@ -160,13 +164,27 @@ def stretches(shape: ModelShape, work: Workload, begin: int = 0, end: int | None
     return kept, redone
 
 
+def _not_repeated(shape: ModelShape, work: Workload) -> int:
+    """Of one token: what ring and all-gather do not keep of keys and values, which travel once for all queries."""
+    if work.cp == 1 or work.cp_attention == "ulysses" or shape.kv_rank:
+        return 0
+    return 2 * (shape.num_heads - shape.num_kv_heads) * shape.head_dim * work.compute_bytes
+
+
 def _outside_blocks(shape: ModelShape, work: Workload, c: int) -> float:
-    masks = activations.mask_bytes(shape, work.micro_batch_size, work.seq_len, c, documents=work.document_masks)
+    masks = mask_bytes(shape, work)
     if shape.reads_images:  # the last norm and the head see one token of each image
         return work.micro_batch_size * activations.image_bytes(shape, c)
     last = activations.norm_bytes(shape, shape.dim, c, work.sequence_parts)
     looked_up = LOOKED_UP_BYTES if work.tp > 1 else 0
     return work.tokens * (last + looked_up + activations.table_bytes(shape)) + masks
+
+
+def mask_bytes(shape: ModelShape, work: Workload) -> int:
+    """Of attention's masks for a microbatch: with cp of a rank's own queries, but of ulysses, whole."""
+    c, documents = work.compute_bytes, work.document_masks
+    whole = activations.mask_bytes(shape, work.micro_batch_size, work.seq_len, c, documents=documents)
+    return whole // (1 if work.cp_attention == "ulysses" else work.cp)
 
 
 def loss_bytes(shape: ModelShape, work: Workload) -> float:

@@ -78,6 +78,8 @@ class Plan:
     recompute_every: int = 1
     recompute_segments: tuple[Segment, ...] = ()
     offload_activations: bool = False
+    cp_attention: str = "ring"
+    cp_load_balance: str = "zigzag"
     pipeline: Pipeline | None = None
     """None where pp is 1."""
 
@@ -87,8 +89,8 @@ class Plan:
 
     @property
     def targets_per_rank(self) -> int:
-        """Targets of one rank in one step when none is masked: tokens, or the labels of images."""
-        per_sample = 1 if self.model_shape.reads_images else self.seq_len
+        """Targets of one rank in one step when none is masked: tokens of its part of sequences, or labels of images."""
+        per_sample = 1 if self.model_shape.reads_images else self.seq_len // self.layout.cp
         return self.num_microbatches * self.micro_batch_size * per_sample
 
     @property

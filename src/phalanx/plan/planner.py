@@ -14,6 +14,7 @@ from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.plan.choose import choose
 from phalanx.plan.cluster import Cluster, detect_cluster
+from phalanx.plan.context import context_parallel_degree, load_balance
 from phalanx.plan.lossy import lossy_choices, require_whole_copies
 from phalanx.plan.pipeline.asked import asked_schedule
 from phalanx.plan.pipeline.stages import sized_pipeline
@@ -50,9 +51,10 @@ def make_plan(
     ranks, why = choose_ranks(job, cluster, num_ranks)
     require_whole_copies(job, ranks)
     tp = tensor_parallel_degree(job, shape)
+    cp = context_parallel_degree(job, shape, tp)
     asked = asked_schedule(job)
     micro, num_microbatches = split_batch(job, ranks // job.parallel.model_parallel_size, asked)
-    work = work_of(job, shape, micro_batch_size=micro, num_microbatches=num_microbatches, tp=tp)
+    work = work_of(job, shape, micro_batch_size=micro, num_microbatches=num_microbatches, tp=tp, cp=cp)
     reasons = [why]
     pipeline = None
     if asked is not None:
@@ -119,6 +121,8 @@ def _plan(
         seed=job.run.seed,
         sequence_parallel=job.parallel.sequence_parallel,
         tp_chunks=job.parallel.tp_chunks,
+        cp_attention=job.parallel.cp_attention,
+        cp_load_balance=load_balance(job),
         rules=job.parallel.rules,
         global_batch_size=job.train.global_batch_size,
         micro_batch_size=work.micro_batch_size,

@@ -34,8 +34,13 @@ def choose_ranks(job: Job, cluster: Cluster, running: int | None) -> tuple[int, 
     else:
         ranks = _most_that_share_the_batch(job, cluster)
         unit = "GPUs" if cluster.device == "cuda" else "CPU cores"
-        why = f"{ranks} ranks: the most that divide the batch of {job.train.global_batch_size} on "
-        why += f"{cluster.num_devices} {unit}"
+        if ranks == _degrees(job) > 1:
+            axes = ("pp", "dp_replicate", "dp_shard", "tp")
+            given = [f"{axis}={degree}" for axis in axes if (degree := getattr(job.parallel, axis) or 1) > 1]
+            why = f"{ranks} ranks: as many as {' x '.join(given)} takes"
+        else:
+            why = f"{ranks} ranks: the most that divide the batch of {job.train.global_batch_size} on "
+            why += f"{cluster.num_devices} {unit}"
     if cluster.device == "cuda" and running is None and ranks > cluster.num_devices:
         raise LayoutError(f"{ranks} ranks were asked for and there are {cluster.num_devices} GPUs")
     _require_degrees_divide(job, ranks)
@@ -53,7 +58,7 @@ def _asked(job: Job) -> int | None:
     if not (job.parallel.dp_replicate and job.parallel.dp_shard):
         return asked
     if asked and asked != degrees:
-        shared = {"pp": job.parallel.pp or 1, "tp": job.parallel.tp or 1}
+        shared = {"pp": job.parallel.pp or 1, "cp": job.parallel.cp or 1, "tp": job.parallel.tp or 1}
         others = "".join(f" x {axis} {degree}" for axis, degree in shared.items() if degree > 1)
         raise LayoutError(
             f"parallel.dp_replicate {job.parallel.dp_replicate} x dp_shard {job.parallel.dp_shard}{others} makes "
@@ -84,8 +89,8 @@ def _most_that_share_the_batch(job: Job, cluster: Cluster) -> int:
 
 
 def _require_degrees_divide(job: Job, ranks: int) -> None:
-    if (job.parallel.pp or 1) > 1:
-        asked = {axis: getattr(job.parallel, axis) or 1 for axis in ("pp", "tp")}
+    if max(job.parallel.pp or 1, job.parallel.cp or 1) > 1:
+        asked = {axis: getattr(job.parallel, axis) or 1 for axis in ("pp", "cp", "tp")}
         fill_layout(ranks, dp_replicate=job.parallel.dp_replicate, dp_shard=job.parallel.dp_shard, **asked)
         return
     tp = job.parallel.tp or 1

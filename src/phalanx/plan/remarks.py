@@ -6,6 +6,7 @@ from phalanx.core.units import format_bytes
 from phalanx.job.model import what_follows
 from phalanx.job.rate import peak_rate
 from phalanx.job.schema import Job
+from phalanx.plan.context import context_reasons
 from phalanx.plan.coverage import check_rules, whole_by_default
 from phalanx.plan.lossy import lossy_reasons
 from phalanx.plan.memory import activation_bytes, of_one_rank
@@ -21,6 +22,7 @@ def remarks(job: Job, weighing: Weighing, chosen: Candidate) -> list[str]:
     said = [*what_follows(job.model), *without_effect(job, chosen)]
     if work.tp > 1:
         said += _of_tensor_parallelism(job, weighing)
+    said += context_reasons(job, shape, work)
     pipeline = weighing.pipeline_of(chosen)
     if pipeline is not None:
         said += pipeline_reasons(job, shape, work, pipeline)

@@ -14,7 +14,7 @@ PIPELINE_KEYS = ("blocks_per_unit", "prefetch", "static_graph", "unused_paramete
 def without_effect(job: Job, chosen: Candidate) -> list[str]:
     """A line for the keys that were set for another layout than `chosen`, one for those that compile rules out."""
     stage = chosen.zero_stage
-    is_ddp = stage == 0 and chosen.layout.dp_replicate > 1
+    is_ddp = stage == 0 and chosen.layout.reduced.data_parallel_size > 1
     layout = "one rank" if chosen.name == "one" else {"tp": "tp alone"}.get(chosen.name, chosen.name)
     unread = [*(SHARDED_KEYS if stage < 2 else ()), *(() if is_ddp else DDP_KEYS)]
     if chosen.layout.pp > 1:

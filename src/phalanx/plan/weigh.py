@@ -8,6 +8,7 @@ from phalanx.core.units import format_bytes
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.plan.cluster import Cluster
+from phalanx.plan.context import context_bytes
 from phalanx.plan.layout import Layout
 from phalanx.plan.memory import Workload, activation_bytes, of_one_rank, rank_memory, staging_bytes
 from phalanx.plan.pipeline.memory import pipeline_memory, rank_activations, rank_staging
@@ -40,12 +41,16 @@ class Weighing:
     @property
     def model_parallel_size(self) -> int:
         """Ranks that work on the same samples."""
+        return self.work.cp * self._model_ranks
+
+    @property
+    def _model_ranks(self) -> int:
         return self.work.tp * (self.pipeline.num_ranks if self.pipeline is not None else 1)
 
     @property
     def num_shares(self) -> int:
         """Ranks that hold the same part of the model."""
-        return self.num_ranks // self.model_parallel_size
+        return self.num_ranks // self._model_ranks
 
     def staging_bytes(self) -> int:
         """Of the copy that a rank's saves are written from."""
@@ -58,18 +63,24 @@ class Weighing:
         """Bytes of one rank by category: of a pipeline, of the one that needs most."""
         if self.pipeline is not None:
             return max(self.memory_of_ranks(zero_stage, shards), key=lambda memory: sum(memory.values()))
-        return rank_memory(self.shape, self.work, zero_stage, shards, self.device, self.num_ranks)
+        memory = rank_memory(self.shape, self.work, zero_stage, shards, self.device, self.num_ranks)
+        return self._with_context(memory)
+
+    def _with_context(self, memory: dict[str, int]) -> dict[str, int]:
+        under_way = round(context_bytes(of_one_rank(self.shape, self.work.tp), self.work))
+        return memory | {"communication": memory["communication"] + under_way} if under_way else memory
 
     def memory_of_ranks(self, zero_stage: int, shards: int) -> tuple[dict[str, int], ...]:
         """Of each rank of a pipeline."""
         assert self.pipeline is not None
-        return pipeline_memory(self.shape, self.work, self.pipeline, zero_stage, shards, self.device, self.num_shares)
+        found = pipeline_memory(self.shape, self.work, self.pipeline, zero_stage, shards, self.device, self.num_shares)
+        return tuple(self._with_context(memory) for memory in found)
 
     def pipeline_of(self, candidate: Candidate) -> Pipeline | None:
         """With what its ranks need under a candidate."""
         if self.pipeline is None:
             return None
-        memory = self.memory_of_ranks(candidate.zero_stage, candidate.layout.dp_shard)
+        memory = self.memory_of_ranks(candidate.zero_stage, candidate.layout.reduced.dp_shard)
         return replace(self.pipeline, rank_memory=memory)
 
     def activations(self, work: Workload) -> float:
@@ -83,25 +94,25 @@ class Weighing:
         return sum(memory.values()) <= self.capacity_bytes
 
     def candidate(self, name: str, zero_stage: int, layout: Layout) -> Candidate:
-        memory = self.memory(zero_stage, layout.dp_shard)
+        memory = self.memory(zero_stage, layout.reduced.dp_shard)
         return Candidate(name, zero_stage, layout, memory, self.has_room_for(memory))
 
 
 def candidates_of(job: Job, weighing: Weighing) -> list[Candidate]:
     """From the simplest to the one that shards most."""
-    tp = weighing.work.tp
-    pp = weighing.model_parallel_size // tp
-    shares = weighing.num_ranks // (pp * tp)
-    if shares == 1:
+    tp, cp = weighing.work.tp, weighing.work.cp
+    pp = weighing.model_parallel_size // (cp * tp)
+    shares = weighing.num_ranks // (pp * cp * tp)
+    if shares == 1 and cp == 1:
         name = "pp" if pp > 1 else "tp" if tp > 1 else "one"
         return [weighing.candidate(name, 0, Layout(pp=pp, tp=tp))]
     shard = job.parallel.dp_shard or shares // (job.parallel.dp_replicate or 1)
-    if shard == 1:
+    if shard == 1 and cp == 1:
         shard = shares
     candidates = []
     for name, stage in (("ddp", 0), ("zero1", 1), ("zero2", 2), ("zero3", 3)):
         split = 1 if stage == 0 else shard
-        layout = Layout(pp=pp, dp_replicate=shares // split, dp_shard=split, tp=tp)
+        layout = Layout(pp=pp, dp_replicate=shares // split, dp_shard=split, cp=cp, tp=tp)
         candidates.append(weighing.candidate(name, stage, layout))
     return candidates
 

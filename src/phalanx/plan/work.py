@@ -9,7 +9,9 @@ from phalanx.plan.data_parallel import DataParallel
 from phalanx.plan.memory import Workload
 
 
-def work_of(job: Job, shape: ModelShape, *, micro_batch_size: int, num_microbatches: int, tp: int) -> Workload:
+def work_of(
+    job: Job, shape: ModelShape, *, micro_batch_size: int, num_microbatches: int, tp: int, cp: int = 1
+) -> Workload:
     """Without the blocks that are recomputed (see `plan.recompute`)."""
     return Workload(
         micro_batch_size,
@@ -26,6 +28,8 @@ def work_of(job: Job, shape: ModelShape, *, micro_batch_size: int, num_microbatc
         compress=job.parallel.compress,
         offloads_activations=job.train.offload_activations,
         options=DataParallel.of(job.parallel),
+        cp=cp,
+        cp_attention=job.parallel.cp_attention,
     )
 
 

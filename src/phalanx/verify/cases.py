@@ -18,7 +18,7 @@ from phalanx.plan.cluster import Cluster
 from phalanx.plan.data_parallel import KEYS
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
-from phalanx.verify import pipelines
+from phalanx.verify import contexts, pipelines
 
 NUM_MICROBATCHES = 2
 ROWS_PER_RANK = 2  # of each microbatch
@@ -29,7 +29,7 @@ WAYS = (*KEYS, "blocks_per_unit")
 _WAYS = {key: Parallel.model_fields[key].default for key in WAYS}
 
 
-AXES = ("dp_replicate", "dp_shard", "zero_stage", "tp", "sequence_parallel", *pipelines.AXES)
+AXES = ("dp_replicate", "dp_shard", "zero_stage", "tp", "sequence_parallel", *contexts.AXES, *pipelines.AXES)
 _NONE = {key: Parallel.model_fields[key].default for key in AXES}
 
 
@@ -56,7 +56,8 @@ def judged_job(job: Job, num_ranks: int) -> Job:
     body["optim"]["lr_scaling"] = "none"
     body["parallel"]["ranks"] = num_ranks
     if not job.model.is_foreign or is_hugging_face(job.model.kind):
-        body["data"]["seq_len"] = min(job.data.seq_len, MAX_SEQ_LEN)
+        length, chunks = min(job.data.seq_len, MAX_SEQ_LEN), 2 * num_ranks
+        body["data"]["seq_len"] = length - length % chunks if length >= chunks else length  # any cp can cut it
     return _job(body)
 
 
@@ -118,6 +119,7 @@ def all_layouts(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
         return
     yield from recomputed(num_ranks)
     yield from data_parallel_variants(num_ranks)
+    yield from contexts.contexts(num_ranks)
     yield from pipelines.pipelined(num_ranks)
 
 

@@ -15,14 +15,25 @@ CUT_WRONG = (
     "a sharding rule cuts elsewhere than between heads or features that belong together, a sum over the ranks of tp is "
     "missing, or a bias is added on every one of them"
 )
+SEQUENCES_CUT_WRONG = (
+    "a rank of cp attends otherwise than the whole sequence does: a mask of documents or of a window is dropped, "
+    "positions begin again on each rank, or blocks of keys are merged without their weights"
+)
+KEYS_LOST = (
+    "the loss agrees, and gradients of keys or values do not: what other ranks' tokens owe to this rank's keys and "
+    "values does not come back to it"
+)
 
 
 class Causes:
-    """What a difference looks like, in words. `dp`: shares of the batch; `tp`: ranks that work on the same one."""
+    """What a difference looks like, in words. `dp`: shares of the batch's tokens; `tp`: ranks that work on the same
+    one; `cp`: ranks that share its sequences."""
 
-    def __init__(self, compared: Comparison, *, dp: int, tp: int, pipeline: Pipeline | None = None) -> None:
+    def __init__(
+        self, compared: Comparison, *, dp: int, tp: int, cp: int = 1, pipeline: Pipeline | None = None
+    ) -> None:
         self._compared, self._trace, self._seen = compared, compared.trace, compared.seen
-        self._dp, self._tp = dp, tp
+        self._dp, self._tp, self._cp = dp, tp, cp
         self._stages = None if pipeline is None else StageCauses(compared, pipeline)
 
     def of_loss(self, found: float, step: int) -> str:
@@ -48,6 +59,7 @@ class Causes:
             )
         words = [OTHER_MICROBATCH] if self._stages else []
         words += [CUT_WRONG] if self._tp > 1 else []
+        words += [SEQUENCES_CUT_WRONG] if self._cp > 1 else []
         return "; or ".join(words) or _multiple("it", found / wanted if wanted else math.inf, self._dp)
 
     def of_norm(self, found: float, step: int) -> str:
@@ -122,6 +134,8 @@ class Causes:
             return (
                 f"each data-parallel rank has a gradient of {name} of its own, and their mean is right: never averaged"
             )
+        if self._cp > 1 and step == 0 and any(each.endswith((".k.weight", ".v.weight")) for each in off):
+            return KEYS_LOST
         if len(off) < num_tensors:
             return f"{len(off)} of {num_tensors} tensors differ: the backward goes wrong where it meets {off[-1]}"
         if step > 0:

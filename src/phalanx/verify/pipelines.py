@@ -56,6 +56,10 @@ def _variants(num_ranks: int) -> Layouts:
         for name, axes in ways.items():
             for schedule in ("1f1b", "zb-v"):
                 yield f"pp2-{name}-{schedule}", {"pp": 2, "schedule": schedule} | axes
+        if rest == 2:
+            for schedule in ("1f1b", "interleaved-zero-bubble", "zb-v"):
+                yield f"pp2-cp2-{schedule}", {"pp": 2, "schedule": schedule, "cp": 2}
+            yield "pp2-cp2-full-1f1b", {"pp": 2, "schedule": "1f1b", "cp": 2, "train.recompute": "full"}
     fsdp = {"dp_shard": rest, "zero_stage": 3} if rest > 1 else {}
     place = "-zero3" if rest > 1 else ""
     for how, schedule in (("full", "zb-v"), ("selective", "1f1b"), ("sqrt", "interleaved-zero-bubble")):

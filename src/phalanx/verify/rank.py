@@ -140,9 +140,14 @@ def judge(job: Job, case: Mapping[str, Any], trace: Trace, steps: list[list[Batc
         notes += tuple(filter(None, [whole_by_default(rules, plan.model_shape)]))
     if trace.narrows and trace.dtype == "float64":
         notes += ("the module computes in fewer digits than float64 on its way, and is judged by those",)
-    dp = plan.layout.data_parallel_size
     verdict = Judge(
-        trace, seen, tolerance=tolerance, data_parallel_size=dp, tp=plan.layout.tp, pipeline=plan.pipeline
+        trace,
+        seen,
+        tolerance=tolerance,
+        data_parallel_size=plan.layout.reduced.data_parallel_size,
+        tp=plan.layout.tp,
+        cp=plan.layout.cp,
+        pipeline=plan.pipeline,
     ).verdict()
     if plan.compress != "none":
         notes += (note_on(plan.compress, tolerance),)

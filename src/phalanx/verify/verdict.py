@@ -28,7 +28,8 @@ class Verdict:
 class Judge:
     """Compares what all ranks of a layout saw with the trace.
 
-    `data_parallel_size`: shares of the batch. `tp`: ranks that work on the same one. `pipeline`: how it is cut.
+    `data_parallel_size`: shares of the batch's tokens. `tp`: ranks that work on the same one. `cp`: ranks that share
+    its sequences. `pipeline`: how the model is cut.
     """
 
     def __init__(
@@ -39,11 +40,12 @@ class Judge:
         tolerance: float,
         data_parallel_size: int,
         tp: int = 1,
+        cp: int = 1,
         pipeline: Pipeline | None = None,
     ):
         self._trace, self._seen, self._tolerance = trace, seen, tolerance
         self._compared = Comparison(trace, seen)
-        self._causes = Causes(self._compared, dp=data_parallel_size, tp=tp, pipeline=pipeline)
+        self._causes = Causes(self._compared, dp=data_parallel_size, tp=tp, cp=cp, pipeline=pipeline)
         self._schedule = "" if pipeline is None else pipeline.schedule_name
 
     def verdict(self) -> Verdict:

@@ -41,12 +41,16 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.num_layers))
         self.norm = build_norm(shape)
         self.head = None if shape.tie_embeddings else nn.Linear(shape.dim, shape.vocab_size, bias=False)
+        self.attention_mask = attention_mask  # the seam that makes masks: context parallelism puts in its own
         self.last_stage = ("embed",) if shape.tie_embeddings else ()  # of a pipeline: what it holds, too
 
     def forward(
         self, inputs: torch.Tensor, positions: torch.Tensor | None = None, document_ids: torch.Tensor | None = None
     ) -> CausalOutput:
-        """inputs, positions, document_ids: [B, T] integers; positions default to 0..T-1."""
+        """inputs, positions, document_ids: [B, T] integers; positions default to 0..T-1.
+
+        Where a rank has a part of the tokens, document_ids are those of the whole sequence.
+        """
         if positions is None:
             positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
         x_BTD = self._embed(inputs, positions)
@@ -81,7 +85,7 @@ class Decoder(nn.Module):
         self, num_tokens: int, x_BTD: torch.Tensor, document_ids: torch.Tensor | None, local: bool
     ) -> torch.Tensor | None:
         window = self.shape.sliding_window if local else 0
-        return attention_mask(num_tokens, window, document_ids, x_BTD.dtype, x_BTD.device)
+        return self.attention_mask(num_tokens, window, document_ids, x_BTD.dtype, x_BTD.device)
 
     def initialize(self, shards: Mapping[str, LogicalShard], seed: int) -> None:
         """Fill this rank's shards."""

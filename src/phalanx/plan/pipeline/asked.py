@@ -52,7 +52,7 @@ def asked_schedule(job: Job) -> Asked | None:
             raise LayoutError(
                 f"the schedule is for {written.num_ranks} ranks, and parallel.pp is {num_ranks}",
                 where=file,
-                fix=f"set parallel.pp={written.num_ranks}",
+                fix=f"set parallel.pp={written.num_ranks}" if written.num_ranks > 1 else "write a line for each rank",
             )
         return Asked(written.name, num_ranks, written.num_stages, written)
     name = job.parallel.schedule or DEFAULT_SCHEDULE

@@ -20,6 +20,8 @@ class ModelFlops:
     embedding: Flops
     blocks: tuple[Flops, ...]
     head: Flops
+    head_is_done_at_once: bool = False
+    """The loss of tokens makes both gradients of the head while it has the logits, in the forward."""
 
     @property
     def layer_costs(self) -> LayerCosts:
@@ -34,7 +36,8 @@ def model_flops(shape: ModelShape, seq_len: int) -> ModelFlops:
             "the blocks of your own model cannot be weighed by FLOPs", fix="say how many blocks each stage has"
         )
     blocks = tuple(block_flops(shape, seq_len, layer) for layer in range(shape.num_layers))
-    return ModelFlops(embedding_flops(shape), blocks, head_flops(shape, seq_len))
+    at_once = not shape.reads_images
+    return ModelFlops(embedding_flops(shape), blocks, head_flops(shape, seq_len), head_is_done_at_once=at_once)
 
 
 def stage_costs(
@@ -55,11 +58,13 @@ def stage_costs(
     for stage, (begin, end) in enumerate(stages.ranges):
         blocks = flops.blocks[begin:end]
         outer = [flops.embedding] if stage == 0 else []
-        outer += [flops.head] if stage == len(stages.num_blocks) - 1 else []
+        is_last = stage == len(stages.num_blocks) - 1
+        at_once = _training(flops.head) if is_last and flops.head_is_done_at_once else 0
+        outer += [flops.head] if is_last and not at_once else []
         parts = [*blocks, *outer]
         again = sum(flops.blocks[block].forward for block in range(begin, end) if block in recomputed)
         amounts = (
-            sum(part.forward for part in parts),
+            sum(part.forward for part in parts) + at_once,
             sum(part.matmul + 2 * part.attention for part in parts) + again,
             sum(part.matmul for part in parts),
         )

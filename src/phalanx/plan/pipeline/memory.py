@@ -12,6 +12,7 @@ from phalanx.plan.memory import (
     StateBytes,
     Workload,
     loss_bytes,
+    mask_bytes,
     of_one_rank,
     on_device,
     state_bytes,
@@ -88,7 +89,7 @@ def stage_bytes(shape: ModelShape, work: Workload, pipeline: Pipeline, stage: in
     begin, end = pipeline.stages.ranges[stage]
     kept, redone = stretches(shape, work, begin, end)
     # Masks and tables of angles are made in every stage: a user's forward begins in each of them.
-    outside = activations.mask_bytes(shape, work.micro_batch_size, work.seq_len, c, documents=work.document_masks)
+    outside = mask_bytes(shape, work)
     outside += tokens * activations.table_bytes(shape)
     if stage == 0:
         outside += work.micro_batch_size * activations.image_bytes(shape, c) if shape.reads_images else 0

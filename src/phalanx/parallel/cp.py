@@ -1,0 +1,173 @@
+"""cp: each rank has a part of every sequence's tokens; attention alone sees the others'.
+
+Arithmetic. With w the weights and l_t the loss of target t, a step's gradient is G = sum over all t of dl_t/dw, over N
+targets. A rank of cp sums over the targets of its own tokens, and attention's backward brings it what the tokens of
+other ranks owe to its keys and values; so its gradient is that of its own tokens' activations, and G is the sum over
+the ranks of dp_replicate x dp_shard x cp. To data parallelism a rank of cp is one more with other data: DDP averages
+over all D of them, FSDP and ZeRO split over dp_shard x cp and average over D, and `finish_step` multiplies the mean by
+D x constant / N (see `Layout.reduced`). Loss and targets are summed over cp too (`Mesh.counts_samples`); no sum is a
+mean of means, whatever number of targets each rank has. Samples are counted by data_parallel_rank, which ignores cp:
+its ranks read the same ones, and cut them here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from phalanx.core.errors import LayoutError
+from phalanx.mesh.logical import full_name
+from phalanx.parallel.cp_attention import ATTEND
+from phalanx.parallel.cp_chunks import Chunks
+from phalanx.parallel.cp_group import ContextGroup
+from phalanx.parallel.protocol import Order, Workpiece
+from phalanx.plan.plan import Plan
+
+PER_TOKEN = ("inputs", "targets", "positions")
+Mask = Callable[..., "torch.Tensor | None"]
+
+
+class ContextParallel:
+    order = Order.SHARD
+
+    def wanted(self, plan: Plan) -> bool:
+        return plan.layout.cp > 1
+
+    def apply(self, piece: Workpiece) -> None:
+        """Puts another core into each attention, and another maker of masks into the model."""
+        module, plan = piece.root.module, piece.plan
+        cores = _cores(module)
+        _require_seams(module, cores, is_stage=piece.staged is not None)
+        chunks = Chunks(plan.layout.cp, plan.cp_load_balance)
+        group = ContextGroup(piece.mesh.submesh("cp").get_group(), chunks, piece.phases)
+        masks = ContextMask(group, module.attention_mask, whole=plan.cp_attention == "ulysses")  # type: ignore[arg-type]
+        for parent, core in cores:
+            parent.core = ContextCore(core.window, masks, plan.cp_attention)
+        module.attention_mask = masks  # type: ignore[assignment]
+        piece.context = Context(group)
+
+
+def _cores(module: nn.Module) -> list[tuple[nn.Module, Any]]:
+    return [(part, part.core) for part in module.modules() if getattr(part, "core", None) is not None]
+
+
+def _require_seams(module: nn.Module, cores: list[tuple[nn.Module, Any]], *, is_stage: bool) -> None:
+    name = type(module).__name__
+    is_per_token = getattr(module, "is_per_token_outside_regions", False)
+    if not is_per_token or not callable(getattr(module, "attention_mask", None)) or not (cores or is_stage):
+        raise LayoutError(
+            f"parallel.cp needs a model whose attention can be swapped, and {name} has no such seam",
+            fix="leave parallel.cp out, or see docs/context-parallel.md for the seam",
+        )
+    for parent, core in cores:
+        if not getattr(core, "causal", False) or not hasattr(core, "window"):
+            raise LayoutError(f"parallel.cp needs causal attention, and that of {name} is not: {type(parent).__name__}")
+    for raw_name, part in module.named_modules():
+        if isinstance(part, nn.modules.dropout._DropoutNd) and part.p:
+            raise LayoutError(
+                f"parallel.cp cannot repeat the dropout of {full_name(raw_name)}, whose masks are of whole sequences",
+                fix="set its probability to 0, or leave parallel.cp out",
+            )
+
+
+@dataclass
+class ContextMask:
+    """Makes masks in place of `attention_mask`: `num_tokens` are this rank's, `document_ids` [B, all tokens] are whole.
+
+    Before and after are places in the sequence: positions begin again with each document.
+    """
+
+    group: ContextGroup
+    make: Mask
+    whole: bool
+    """Of all tokens in the sequence's order; else of this rank's, and the keys of rank 0, rank 1, ..."""
+
+    def __call__(
+        self,
+        num_tokens: int,
+        window: int,
+        document_ids_BT: torch.Tensor | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> torch.Tensor | None:
+        total, size = num_tokens * self.group.size, self.group.size
+        if document_ids_BT is not None and document_ids_BT.shape[1] != total:
+            raise LayoutError(f"document_ids are of {document_ids_BT.shape[1]} tokens, and sequences have {total}")
+        if self.whole:
+            return self.make(total, window, document_ids_BT, dtype, device)
+        if document_ids_BT is None and not 0 < window < total:
+            return None
+        places = [self.group.chunks.places(rank, total).to(device) for rank in range(size)]
+        queries, keys = places[self.group.rank], torch.cat(places)
+        back = queries[:, None] - keys[None, :]
+        keep = (back >= 0)[None]
+        if 0 < window < total:
+            keep = keep & (back < window)
+        if document_ids_BT is not None:
+            keep = keep & (document_ids_BT[:, queries, None] == document_ids_BT[:, None, keys])
+        return torch.zeros(keep.shape, dtype=dtype, device=device).masked_fill_(~keep, -torch.inf)[:, None]
+
+
+class ContextCore(nn.Module):
+    """Attention over all ranks' tokens; the interface is that of the core it stands for."""
+
+    causal = True
+
+    def __init__(self, window: int, masks: ContextMask, kind: str) -> None:
+        super().__init__()
+        self.window, self._masks, self._attend = window, masks, ATTEND[kind]
+
+    def forward(
+        self,
+        q_BHTE: torch.Tensor,
+        k_BKTE: torch.Tensor,
+        v_BKTE: torch.Tensor,
+        positions_BT: torch.Tensor | None,
+        document_ids_BT: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if mask is None:
+            mask = self._masks(q_BHTE.shape[2], self.window, document_ids_BT, q_BHTE.dtype, q_BHTE.device)
+        elif mask.dtype != q_BHTE.dtype:
+            mask = mask.to(q_BHTE.dtype)
+        return self._attend(q_BHTE, k_BKTE, v_BKTE, mask, self.window, self._masks.group)
+
+
+@dataclass(frozen=True)
+class Context:
+    """What ParallelModel does to batches of a model whose ranks have parts of sequences."""
+
+    group: ContextGroup
+
+    def cut(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """This rank's tokens of `batch` [B, T], with their positions in the sequence. document_ids stay whole: masks
+        are of all of them. Raises LayoutError for a length that does not divide, and for what is none of these."""
+        others = [key for key in batch if key not in (*PER_TOKEN, "document_ids")]
+        tokens = batch.get("inputs")
+        if others or tokens is None or tokens.ndim != 2:
+            raise LayoutError(
+                f"parallel.cp cuts sequences of tokens, and a batch has {', '.join(others) or 'no such inputs'}",
+                fix="leave parallel.cp out",
+            )
+        length = tokens.shape[1]
+        places = self.group.chunks.places(self.group.rank, length).to(tokens.device)
+        whole = {"positions": torch.arange(length, device=tokens.device).expand_as(tokens), **batch}
+        return {key: t.index_select(1, places) if key in PER_TOKEN else t for key, t in whole.items()}
+
+    def padded(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A batch of inputs alone of any length, with a document of its own before it, so that it divides."""
+        tokens = batch["inputs"]
+        before = -tokens.shape[1] % self.group.chunks.count
+        places = torch.arange(-before, tokens.shape[1], device=tokens.device).expand(tokens.shape[0], -1)
+        return {
+            "inputs": nn.functional.pad(tokens, (before, 0)),
+            "positions": places.clamp(min=0),
+            "document_ids": (places >= 0).long(),
+        }
+
+
+parallelism = ContextParallel()

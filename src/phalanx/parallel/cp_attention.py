@@ -1,0 +1,203 @@
+"""Three ways to attend over sequences of which each rank has a part: ring, all-gather and Ulysses.
+
+Ring (arXiv 2310.01889): keys and values travel from rank to rank; each block is computed while the next is on its way.
+All-gather (Llama 3, arXiv 2407.21783): every rank gets all of them at once. Ulysses (arXiv 2309.14509): an all-to-all
+makes of a part of the tokens with all heads all tokens with a part of the heads, and another one back.
+
+Shape suffixes: B batch, H query heads, K key/value heads, T this rank's tokens, E head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from phalanx.parallel.cp_group import GRADIENTS, KEYS, ContextGroup
+from phalanx.parallel.cp_products import Block, Products, Running
+
+Attend = Callable[..., torch.Tensor]
+
+
+def ring(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, window: int, group: ContextGroup
+) -> torch.Tensor:
+    """[B, H, T, E]. `mask`: [B or 1, 1, T, all keys in rank order], or None: causal alone."""
+    out: torch.Tensor = _Blockwise.apply(q, k, v, mask, window, group, _Ring)
+    return out
+
+
+def all_gather(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, window: int, group: ContextGroup
+) -> torch.Tensor:
+    """As `ring`."""
+    out: torch.Tensor = _Blockwise.apply(q, k, v, mask, window, group, _Gathered)
+    return out
+
+
+def ulysses(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, window: int, group: ContextGroup
+) -> torch.Tensor:
+    """[B, H, T, E]. `mask`: [B or 1, 1, all tokens, all tokens] in the sequence's order, or None: causal alone."""
+    q, k, v = (_ToHeads.apply(x, group) for x in (q, k, v))
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+    found: torch.Tensor = _ToTokens.apply(out, group)
+    return found
+
+
+ATTEND: dict[str, Attend] = {"ring": ring, "all-gather": all_gather, "ulysses": ulysses}
+
+
+class _Blockwise(torch.autograd.Function):
+    """Own queries against every rank's keys. The backward needs the output and log-sum-exp over all of them, with
+    which each block's gradients are exact by themselves; the blocks come once more."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        window: int,
+        group: ContextGroup,
+        carrier: type[_Ring] | type[_Gathered],
+    ) -> torch.Tensor:
+        q, kv = q.contiguous(), torch.stack((k, v))
+        running, products = Running.empty(q), Products(q)
+        for owner, block_kv in carrier(group).blocks(kv):
+            block = _block(group, owner, block_kv, mask, window)
+            if block is not None:
+                products.forward(running, block)
+        out = running.out.to(q.dtype)
+        ctx.save_for_backward(q, kv, out, running.lse, *(() if mask is None else (mask,)))
+        ctx.window, ctx.group, ctx.carrier = window, group, carrier
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        q, kv, out, lse, *masks = ctx.saved_tensors
+        group, mask, grad = ctx.group, (masks[0] if masks else None), grad.contiguous()
+        grad_q, products = torch.zeros(q.shape, dtype=lse.dtype, device=q.device), Products(q)
+
+        def of_block(owner: int, block_kv: torch.Tensor) -> torch.Tensor:
+            block = _block(group, owner, block_kv, mask, ctx.window)
+            if block is None:
+                return torch.zeros(block_kv.shape, dtype=lse.dtype, device=q.device)
+            return products.backward(grad, out, lse, block, grad_q)
+
+        grad_kv = ctx.carrier(group).gradients(kv, of_block).to(q.dtype)
+        return grad_q.to(q.dtype), grad_kv[0], grad_kv[1], None, None, None, None
+
+
+def _block(group: ContextGroup, owner: int, kv: torch.Tensor, mask: torch.Tensor | None, window: int) -> Block | None:
+    """What this rank's queries see of `owner`'s keys; None if that is nothing."""
+    chunks, num_tokens = group.chunks, kv.shape[3]
+    part = chunks.part(group.rank, owner, num_tokens * group.size, window)
+    if part is None:
+        return None
+    rows, columns = (each(num_tokens // chunks.per_rank) for each in (part.queries, part.keys))
+    if mask is None:
+        return Block(kv, rows, columns, None, part.is_causal)
+    here = mask[:, :, rows, owner * num_tokens : (owner + 1) * num_tokens][..., columns]
+    if here.device.type == "cpu" and not (here == 0).any():  # a GPU would have to be waited for
+        return None
+    return Block(kv, rows, columns, here, is_causal=False)
+
+
+class _Ring:
+    """Step s is that of the block of the rank s before this one. What travels does so while a block is computed."""
+
+    def __init__(self, group: ContextGroup) -> None:
+        self._group = group
+
+    def blocks(self, kv: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        group = self._group
+        for step in range(group.size):
+            arriving = group.pass_on(kv, KEYS) if step + 1 < group.size else None
+            yield (group.rank - step) % group.size, kv
+            if arriving is not None:
+                kv = arriving()
+
+    def gradients(self, kv: torch.Tensor, of_block: Callable[[int, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """A block's gradients travel after it, a step behind, until they are home; its own rank's stay there."""
+        group = self._group
+        own: torch.Tensor | None = None
+        arriving: Callable[[], torch.Tensor] | None = None
+        for step, (owner, block) in enumerate(self.blocks(kv)):
+            found = of_block(owner, block)
+            if step == 0:
+                own = found
+                continue
+            if arriving is not None:
+                found += arriving()
+            arriving = group.pass_on(found, GRADIENTS)
+        assert own is not None
+        assert arriving is not None
+        return own.add_(arriving())
+
+
+class _Gathered:
+    """All blocks at once, in the backward once more: kept, they would take each rank as much as the whole sequence."""
+
+    def __init__(self, group: ContextGroup) -> None:
+        self._group = group
+
+    def blocks(self, kv: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        yield from enumerate(self._group.gathered(kv))
+
+    def gradients(self, kv: torch.Tensor, of_block: Callable[[int, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        rows = torch.stack([of_block(owner, block) for owner, block in self.blocks(kv)])
+        return self._group.scattered_sum(rows)
+
+
+class _ToHeads(torch.autograd.Function):
+    """[B, H, T, E] of this rank's tokens -> [B, H / ranks, all tokens, E] in the sequence's order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: ContextGroup) -> torch.Tensor:  # type: ignore[override]
+        ctx.group = group
+        return _to_heads(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return _to_tokens(grad, ctx.group), None
+
+
+class _ToTokens(torch.autograd.Function):
+    """The way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: ContextGroup) -> torch.Tensor:  # type: ignore[override]
+        ctx.group = group
+        return _to_tokens(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return _to_heads(grad, ctx.group), None
+
+
+def _to_heads(x_BHTE: torch.Tensor, group: ContextGroup) -> torch.Tensor:
+    rows = x_BHTE.unflatten(1, (group.size, -1)).movedim(1, 0)  # [ranks, B, H / ranks, T, E]
+    arrived = group.exchanged(rows).movedim(0, 2).flatten(2, 3)
+    return arrived.index_select(2, _order(group, arrived.shape[2], x_BHTE.device).argsort())
+
+
+def _to_tokens(x_BHTE: torch.Tensor, group: ContextGroup) -> torch.Tensor:
+    ordered = x_BHTE.index_select(2, _order(group, x_BHTE.shape[2], x_BHTE.device))
+    rows = ordered.unflatten(2, (group.size, -1)).movedim(2, 0)  # [ranks, B, H / ranks, T, E]
+    return group.exchanged(rows).movedim(0, 1).flatten(1, 2)
+
+
+def _order(group: ContextGroup, num_tokens: int, device: torch.device) -> torch.Tensor:
+    """Where in the sequence the tokens of rank 0, rank 1, ... stand."""
+    return torch.cat([group.chunks.places(rank, num_tokens) for rank in range(group.size)]).to(device)

@@ -1,0 +1,89 @@
+"""Which tokens of a sequence each rank of cp has, and which of them see which.
+
+A sequence is cut into equal chunks. With "zigzag" rank r of c has the chunks r and 2c-1-r: an early one, which sees
+little, and a late one, which sees much, so that every rank has the same work under a causal mask. With "none" it has
+the r-th of c.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from phalanx.core.errors import LayoutError
+from phalanx.job.nearby import multiples_near
+
+
+@dataclass(frozen=True)
+class Part:
+    """A product of some queries with some keys, in chunks of each rank's. `is_causal`: of one rank with itself."""
+
+    first_query: int
+    last_query: int  # not in it
+    first_key: int
+    last_key: int  # not in it
+    is_causal: bool = False
+
+    def queries(self, chunk_tokens: int) -> slice:
+        return slice(self.first_query * chunk_tokens, self.last_query * chunk_tokens)
+
+    def keys(self, chunk_tokens: int) -> slice:
+        return slice(self.first_key * chunk_tokens, self.last_key * chunk_tokens)
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The chunks of `size` ranks."""
+
+    size: int
+    balance: str = "zigzag"
+
+    @property
+    def per_rank(self) -> int:
+        return 2 if self.balance == "zigzag" else 1
+
+    @property
+    def count(self) -> int:
+        return self.size * self.per_rank
+
+    def of(self, rank: int) -> tuple[int, ...]:
+        """The numbers of a rank's chunks, ascending."""
+        return (rank, 2 * self.size - 1 - rank) if self.balance == "zigzag" else (rank,)
+
+    @property
+    def last_rank(self) -> int:
+        """The one that has the last token, as its last."""
+        return 0 if self.balance == "zigzag" else self.size - 1
+
+    def places(self, rank: int, num_tokens: int) -> torch.Tensor:
+        """[num_tokens / size]: where in the sequence a rank's tokens stand. Raises LayoutError where it is uneven."""
+        if num_tokens % self.count:
+            raise LayoutError(
+                f"sequences of {num_tokens} tokens cannot be cut into {self.count} equal chunks for cp={self.size}",
+                fix=f"nearest: {multiples_near(num_tokens, self.count)} tokens",
+            )
+        length = num_tokens // self.count
+        return torch.cat([torch.arange(chunk * length, (chunk + 1) * length) for chunk in self.of(rank)])
+
+    def part(self, query_rank: int, key_rank: int, num_tokens: int, window: int = 0) -> Part | None:
+        """What of a product of one rank's queries with another's keys is not masked by causality and window, as the
+        smallest rectangle of chunks; None if nothing is. A window masks parts of it; causality alone none, but that of
+        a rank with itself, which is causal as it lies."""
+        length = num_tokens // self.count
+
+        def sees(query: int, key: int) -> bool:
+            nearest = max(0, (query - key - 1) * length + 1)  # from the first query back to the last key
+            return key <= query and not 0 < window <= nearest
+
+        pairs = [
+            (at, to)
+            for at, query in enumerate(self.of(query_rank))
+            for to, key in enumerate(self.of(key_rank))
+            if sees(query, key)
+        ]
+        if not pairs:
+            return None
+        queries, keys = [at for at, _ in pairs], [to for _, to in pairs]
+        hull = (min(queries), max(queries) + 1, min(keys), max(keys) + 1)
+        return Part(*hull, is_causal=query_rank == key_rank)

@@ -1,0 +1,89 @@
+"""What ranks of cp send each other, and how many bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from phalanx.core.phases import Phases
+from phalanx.mesh.exchange import gather_rows, scatter_sum
+from phalanx.parallel.cp_chunks import Chunks
+
+KEYS, GRADIENTS = 1, 2  # tags: both kinds are under way together
+
+
+@dataclass
+class ContextGroup:
+    """The ranks that have the other tokens of the same sequences. `sent_bytes` counts what this rank has sent."""
+
+    group: dist.ProcessGroup
+    chunks: Chunks
+    phases: Phases
+    sent_bytes: float = field(default=0.0)
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    @property
+    def size(self) -> int:
+        return self.chunks.size
+
+    def pass_on(self, tensor: torch.Tensor, tag: int) -> Callable[[], torch.Tensor]:
+        """Begin to send `tensor` to the next rank and to receive the previous one's, which the result waits for."""
+        arrived = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        after, before = (dist.get_global_rank(self.group, (self.rank + step) % self.size) for step in (1, -1))
+        tensor = tensor.contiguous()
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, tensor, after, self.group, tag),
+                dist.P2POp(dist.irecv, arrived, before, self.group, tag),
+            ]
+        )
+        self.sent_bytes += tensor.nbytes
+
+        def wait() -> torch.Tensor:
+            with self.phases("collective", "ring attention"):
+                for work in works:
+                    work.wait()
+            return arrived
+
+        return wait
+
+    def gathered(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[ranks, ...]: everyone's."""
+        rows = torch.empty(self.size, *tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        rows[self.rank] = tensor
+        self.sent_bytes += tensor.nbytes * (self.size - 1)
+        with self.phases("collective", "all_gather keys and values"):
+            gather_rows(rows, self.group)
+        return rows
+
+    def scattered_sum(self, rows: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks of this rank's row of `rows` [ranks, ...], which is spent."""
+        self.sent_bytes += rows[0].nbytes * (self.size - 1)
+        with self.phases("collective", "reduce_scatter gradients of keys and values"):
+            if rows.device.type == "cpu":
+                return scatter_sum(rows, self.group)
+            mine = torch.empty_like(rows[0])
+            dist.reduce_scatter_tensor(mine, rows, group=self.group)
+            return mine
+
+    def exchanged(self, rows: torch.Tensor) -> torch.Tensor:
+        """[ranks, ...]: of each rank the row that it has for this one."""
+        rows = rows.contiguous()
+        arrived = torch.empty_like(rows)
+        self.sent_bytes += rows[0].nbytes * (self.size - 1)
+        with self.phases("collective", "all_to_all heads"):
+            dist.all_to_all_single(arrived, rows, group=self.group)
+        return arrived
+
+    def from_last(self, value: torch.Tensor) -> torch.Tensor:
+        """What the rank with the last token has, on every rank."""
+        value = value.contiguous()
+        source = dist.get_global_rank(self.group, self.chunks.last_rank)
+        dist.broadcast(value, source, group=self.group)
+        return value

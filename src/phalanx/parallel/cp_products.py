@@ -1,0 +1,175 @@
+"""Attention as a sum over blocks of keys: each block's own softmax, merged by log-sum-exp; and its gradients.
+
+Shape suffixes: B batch, H query heads, K key/value heads, T this rank's tokens, S a block's keys, E head width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+
+class Kernel(Protocol):
+    """Softmax attention of one block that also says its log-sum-exp [B, H, T], and its gradients when `out` and `lse`
+    are those over all blocks. `mask`: [B or 1, 1, T, S], added to the scores. Heads of keys are those of queries."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, is_causal: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        mask: torch.Tensor | None,
+        is_causal: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+
+class CpuFlash:
+    """torch's flash attention for the CPU: fp64, fp32, bf16, fp16."""
+
+    def forward(self, q, k, v, mask, is_causal):  # type: ignore[no-untyped-def]
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = op(q, k, v, 0.0, is_causal, attn_mask=mask)
+        return out, lse
+
+    def backward(self, grad, q, k, v, out, lse, mask, is_causal):  # type: ignore[no-untyped-def]
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return op(grad, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask)
+
+
+class Plain:
+    """Matrix products and a softmax: any device and type; scores are whole in memory."""
+
+    def forward(self, q, k, v, mask, is_causal):  # type: ignore[no-untyped-def]
+        scores = _scores(q, k, mask, is_causal)
+        lse = scores.logsumexp(-1)
+        return (scores - lse.unsqueeze(-1)).exp().to(v.dtype) @ v, lse
+
+    def backward(self, grad, q, k, v, out, lse, mask, is_causal):  # type: ignore[no-untyped-def]
+        weights = (_scores(q, k, mask, is_causal) - lse.unsqueeze(-1)).exp()
+        of_rows = (grad.to(weights.dtype) * out.to(weights.dtype)).sum(-1, keepdim=True)
+        of_scores = weights * ((grad @ v.mT).to(weights.dtype) - of_rows) * q.shape[-1] ** -0.5
+        of_scores = of_scores.to(q.dtype)
+        return of_scores @ k, of_scores.mT @ q, weights.to(grad.dtype).mT @ grad
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, is_causal: bool) -> torch.Tensor:
+    scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1] ** -0.5
+    if is_causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return scores if mask is None else scores + mask
+
+
+class CudaEfficient:
+    """torch's memory-efficient attention for CUDA, which takes masks and says its log-sum-exp: fp32, bf16, fp16."""
+
+    def forward(self, q, k, v, mask, is_causal):  # type: ignore[no-untyped-def]
+        op = torch.ops.aten._scaled_dot_product_efficient_attention
+        out, lse, _, _ = op(q, k, v, _bias(mask, q, k), True, 0.0, is_causal)
+        return out, lse[..., : q.shape[2]]
+
+    def backward(self, grad, q, k, v, out, lse, mask, is_causal):  # type: ignore[no-untyped-def]
+        op = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+        padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # its rows are aligned
+        none = torch.zeros((), dtype=torch.int64)  # seed and offset of a dropout that there is not
+        wanted = [True, True, True, False]
+        found = op(grad, q, k, v, _bias(mask, q, k), out, padded, none, none, 0.0, wanted, is_causal)
+        return found[:3]
+
+
+def _bias(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
+    """The mask for every head, in rows that begin at multiples of 8 elements, as the kernel wants them."""
+    if mask is None:
+        return None
+    room = mask.new_zeros(*mask.shape[:-1], -(-k.shape[2] // 8) * 8)
+    room[..., : k.shape[2]] = mask
+    return room[..., : k.shape[2]].expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+
+
+def kernel_of(device: torch.device, dtype: torch.dtype) -> Kernel:
+    """What computes blocks where. The one place that knows devices."""
+    if device.type == "cpu":
+        return CpuFlash()
+    if device.type == "cuda" and dtype is not torch.float64:
+        return CudaEfficient()
+    return Plain()
+
+
+@dataclass
+class Running:
+    """Attention over the blocks so far: `out` [B, H, T, E] and its `lse` [B, H, T], in at least fp32."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    @classmethod
+    def empty(cls, q_BHTE: torch.Tensor) -> Running:
+        wide = torch.promote_types(q_BHTE.dtype, torch.float32)
+        out = torch.zeros(q_BHTE.shape, dtype=wide, device=q_BHTE.device)
+        return cls(out, torch.full(q_BHTE.shape[:-1], -torch.inf, dtype=wide, device=q_BHTE.device))
+
+    def add(self, rows: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Merge a block for the queries `rows`: each side's weight is its share of the common denominator."""
+        old, new = self.lse[:, :, rows], torch.logaddexp(self.lse[:, :, rows], lse)
+        some = new.where(new > -torch.inf, 0.0)  # of queries that have seen nothing yet both shares are zero
+        kept, added = (old - some).exp().unsqueeze(-1), (lse - some).exp().unsqueeze(-1)
+        self.out[:, :, rows] = self.out[:, :, rows] * kept + out * added
+        self.lse[:, :, rows] = new
+
+
+@dataclass
+class Products:
+    """This rank's queries [B, H, T, E] against blocks of keys and values [2, B, K, S, E]."""
+
+    q: torch.Tensor
+    kernel: Kernel = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kernel = kernel_of(self.q.device, self.q.dtype)
+
+    def forward(self, running: Running, block: Block) -> None:
+        q, (k, v) = self.q[:, :, block.rows], self._keys(block)
+        out, lse = self.kernel.forward(q, k, v, block.mask, block.is_causal)
+        if block.mask is not None:  # kernels differ in what they say of a query that sees nothing
+            blind = (block.mask == -torch.inf).all(-1)
+            lse, out = lse.masked_fill(blind, -torch.inf), out.masked_fill(blind.unsqueeze(-1), 0.0)
+        running.add(block.rows, out, lse)
+
+    def backward(
+        self, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, block: Block, grad_q: torch.Tensor
+    ) -> torch.Tensor:
+        """Adds to `grad_q`, and returns what the block's keys and values get: [2, B, K, S, E], in at least fp32."""
+        rows, (k, v) = block.rows, self._keys(block)
+        q, of_rows = self.q[:, :, rows], (x[:, :, rows] for x in (grad, out, lse))
+        mine, *found = self.kernel.backward(next(of_rows), q, k, v, *of_rows, block.mask, block.is_causal)
+        grad_q[:, :, rows] += mine
+        grad_kv = torch.zeros(block.kv.shape, dtype=grad_q.dtype, device=grad_q.device)
+        heads = block.kv.shape[2]
+        for into, each in zip(grad_kv, found, strict=True):
+            into[:, :, block.columns] = each.to(grad_q.dtype).unflatten(1, (heads, -1)).sum(2)
+        return grad_kv
+
+    def _keys(self, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+        groups = self.q.shape[1] // block.kv.shape[2]
+        k, v = block.kv[:, :, :, block.columns]
+        return (k, v) if groups == 1 else (k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1))
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of keys and values, the rows and columns of it that meet, and their mask."""
+
+    kv: torch.Tensor
+    rows: slice
+    columns: slice
+    mask: torch.Tensor | None
+    is_causal: bool

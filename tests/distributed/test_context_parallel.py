@@ -1,0 +1,164 @@
+"""What ranks of cp send, and calls of a model whose sequences are cut; for parity see test_verify_cp.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from models import CPU, VOCAB, fill, shape
+from phalanx.core.errors import LayoutError
+from phalanx.job.schema import Job
+from phalanx.mesh.mesh import Mesh, open_mesh
+from phalanx.nn.models.decoder import Decoder, example_batch
+from phalanx.nn.objective import causal_cross_entropy
+from phalanx.parallel.model import ParallelModel
+from phalanx.parallel.parallelize import parallelize
+from phalanx.plan.context import sent_bytes_of_step
+from phalanx.plan.layout import Layout
+from phalanx.plan.memory import of_one_rank
+from phalanx.plan.plan import Plan
+from phalanx.plan.planner import make_plan
+from phalanx.plan.work import work_of
+from phalanx.train.generate import generate
+from ranks import run_ranks
+
+BATCH, SEQ_LEN = 4, 16
+SHAPE = shape(num_kv_heads=4)
+
+
+def job(num_ranks: int, precision: str = "fp32", **parallel: Any) -> Job:
+    return Job.model_validate(
+        {
+            "model": {"dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "ffn_dim": 40},
+            "data": {"seq_len": SEQ_LEN},
+            "train": {"global_batch_size": BATCH},
+            "parallel": {"ranks": num_ranks, **parallel},
+            "precision": {"compute": precision},
+        }
+    )
+
+
+def plan(num_ranks: int, precision: str = "fp32", **parallel: Any) -> Plan:
+    return make_plan(job(num_ranks, precision, **parallel), cluster=CPU, vocab_size=VOCAB)
+
+
+def parallel_model(a_plan: Plan, mesh: Mesh, **changed: Any) -> ParallelModel:
+    module = Decoder(replace(SHAPE, **changed))
+    fill(module)
+    return parallelize(module, a_plan, mesh)
+
+
+def batch() -> dict[str, torch.Tensor]:
+    return example_batch(SHAPE, BATCH, SEQ_LEN, seed=3)
+
+
+KINDS = ("ring", "all-gather", "ulysses")
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    **{f"cp2 {kind}": (2, {"cp": 2, "cp_attention": kind}) for kind in KINDS},
+    **{f"cp4 {kind}": (4, {"cp": 4, "cp_attention": kind}) for kind in KINDS},
+    "tp2 cp2 ring": (4, {"cp": 2, "tp": 2}),
+    "cp4 ring bf16": (4, {"cp": 4, "precision": "bf16"}),
+}
+
+
+def count_sent(rank: int, num_ranks: int, parallel: dict[str, Any]) -> int:
+    a_plan = plan(num_ranks, **parallel)
+    with open_mesh(a_plan.layout, device="cpu") as mesh:
+        model = parallel_model(a_plan, mesh)
+        model.forward_backward([batch()], causal_cross_entropy(16))
+        return model.sent_cp_bytes
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_bytes_of_a_step_equal_the_formula(name: str) -> None:
+    num_ranks, parallel = LAYOUTS[name]
+    a_plan, a_job = plan(num_ranks, **parallel), job(num_ranks, **parallel)
+    work = work_of(
+        a_job, a_plan.model_shape, micro_batch_size=BATCH, num_microbatches=1, tp=a_plan.layout.tp, cp=a_plan.layout.cp
+    )
+    wanted = sent_bytes_of_step(of_one_rank(a_plan.model_shape, work.tp), work)
+    assert run_ranks(num_ranks, count_sent, num_ranks, parallel) == [wanted] * num_ranks
+
+
+def losses(rank: int, a_plan: Plan) -> list[float]:
+    with open_mesh(a_plan.layout, device="cpu") as mesh:
+        model = parallel_model(a_plan, mesh)
+        optimizer = torch.optim.SGD(list(model.parameters()), lr=0.1)
+        found = []
+        for _ in range(3):
+            facts = model.finish_step(model.forward_backward([batch()], causal_cross_entropy(16)))
+            found += [facts.loss, facts.grad_norm]
+            model.update(optimizer)
+            optimizer.zero_grad()
+        return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_stays_within_its_rounding(kind: str, precision: str) -> None:
+    """Reference: one process in the same precision."""
+    alone = run_ranks(1, losses, plan(1, precision))[0]
+    two = run_ranks(2, losses, plan(2, precision, cp=2, cp_attention=kind))[0]
+    assert two == pytest.approx(alone, rel=2e-2)
+    assert two[0] == pytest.approx(alone[0], rel=2e-3)
+
+
+def sample(rank: int, a_plan: Plan, learned: bool) -> list[int]:
+    changed = {"positions": "learned", "max_positions": SEQ_LEN} if learned else {}
+    with open_mesh(a_plan.layout, device="cpu") as mesh:
+        model = parallel_model(a_plan, mesh, **changed)
+        return generate(model, [5, 6, 7], num_tokens=14, context=SEQ_LEN, seed=1)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_of_any_length_is_that_of_one_process(kind: str, learned: bool) -> None:
+    alone = run_ranks(1, sample, plan(1), learned)
+    assert run_ranks(2, sample, plan(2, cp=2, cp_attention=kind), learned) == alone * 2
+
+
+class NoSeam(nn.Module):
+    """Mixes tokens where nobody looks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 8)
+        self.mix = nn.Conv1d(8, 8, 3, padding=1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.mix(self.embed(inputs).mT).mT @ self.embed.weight.T
+
+
+def refusals(rank: int) -> list[str]:
+    a_plan = plan(2, cp=2)
+    said = []
+
+    def told(call: Any) -> None:
+        with pytest.raises(LayoutError) as caught:
+            call()
+        said.append(str(caught.value))
+
+    with open_mesh(Layout(cp=2), device="cpu") as mesh:
+        torch.manual_seed(0)
+        told(lambda: parallelize(NoSeam(), a_plan, mesh))
+        model = parallel_model(a_plan, mesh)
+        objective = causal_cross_entropy(16)
+        short = {key: t[:, :6] for key, t in batch().items()}
+        told(lambda: model.forward_backward([short], objective))
+        told(lambda: model.forward_backward([batch() | {"weights": torch.ones(BATCH, SEQ_LEN)}], objective))
+        documents = torch.zeros(BATCH, SEQ_LEN // 2, dtype=torch.long)
+        told(lambda: model.forward_backward([batch() | {"document_ids": documents}], objective))
+        told(lambda: model(batch()["inputs"]))
+    return said
+
+
+def test_what_cannot_be_cut_is_refused_in_a_line() -> None:
+    wanted = ("NoSeam has no such seam", "sequences of 6 tokens", "a batch has weights", "document_ids are of 8 tokens",
+              "called through call_then")  # fmt: skip
+    for said in run_ranks(2, refusals):
+        assert [words in line for words, line in zip(wanted, said, strict=True)] == [True] * len(wanted), said
+        assert not any("\n" in line for line in said)
