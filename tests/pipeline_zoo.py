@@ -270,6 +270,21 @@ class Skip(Lm):
         return self.head(self.norm(x + start))
 
 
+class Chooses(Lm):
+    """The embedding decides what comes after the blocks, by a number or token by token."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.by = by
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        x = self.embed(inputs)
+        keep = x.sum(-1, keepdim=True) > 0 if self.by == "token" else torch.tensor(bool(x.std() > 1e-6))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x * keep))
+
+
 class TiedSkip(Skip):
     """... where the last stage has the embedding as well: what it makes of it would have no gradient."""
 

@@ -156,6 +156,8 @@ CANNOT: dict[str, tuple[Make, str]] = {
     "few blocks": (zoo.FewBlocks, "has 5 blocks, 8 were planned"),
     "tuples": (zoo.Tuples, "block 0 returns tuple"),
     "skip": (zoo.Skip, "output depends on what comes before"),
+    "chooses": (partial(zoo.Chooses, "number"), "before the blocks the model decides something"),
+    "chooses by token": (partial(zoo.Chooses, "token"), "before the blocks the model decides something"),
     "skip of a tied embedding": (zoo.TiedSkip, "output depends on what comes before"),
     "value embeddings": (zoo.ValueEmbeddings, "an argument of block . depends on what comes before"),
     "tied value embeddings": (zoo.TiedValueEmbeddings, "an argument of block . depends on what comes before"),

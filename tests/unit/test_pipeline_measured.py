@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Sequence
@@ -11,14 +12,17 @@ from typing import Any
 import pytest
 
 from phalanx.core.errors import LayoutError
+from phalanx.job.schema import Job
 from phalanx.observe.events import PipelineMeasured, seal
 from phalanx.observe.tail import read_event
+from phalanx.plan.cluster import Cluster
 from phalanx.plan.pipeline.cut import Stages
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, default_stages_per_rank
 from phalanx.plan.pipeline.measured import measured_costs, measured_timeline, planned_at, splits_backward, total_s
 from phalanx.plan.pipeline.planned import Pipeline, named_pipeline
 from phalanx.plan.pipeline.remedies import LIMIT
 from phalanx.plan.pipeline.simulate import StageCosts, Timeline, simulate
+from phalanx.plan.planner import make_plan
 from phalanx.report.bubble import Measured, pipeline_of
 from phalanx.train.pipeline_record import is_recorded, measured_pipeline, on_one_clock
 
@@ -220,3 +224,21 @@ def test_an_event_of_other_stages_is_not_judged() -> None:
     assert Measured.of(event, {"pipeline": pipeline(num_ranks=2).to_json()}, Path("a")) is None
     assert Measured.of(None, {"pipeline": pipeline().to_json()}, Path("a")) is None
     assert Measured.of(event, {}, Path("a")) is None
+
+
+@pytest.mark.parametrize(("layers", "wanted"), [(8, "parallel.stage_blocks=[5, 3]"), (2, None)])
+def test_another_cut_is_advised_where_it_is_better(layers: int, wanted: str | None, tmp_path: Path) -> None:
+    """A second stage that takes twice as long: of four blocks one can move, of a single one none."""
+    train = {"global_batch_size": 32}
+    job = Job.model_validate({"model": {"num_layers": layers}, "train": train, "parallel": {"pp": 2, "ranks": 2}})
+    found = make_plan(job, cluster=Cluster("cpu", 8, 2**36), vocab_size=300)
+    (tmp_path / "job.json").write_text(json.dumps(job.to_json()))
+    assert found.pipeline is not None
+    slow = StageCosts(0.020, 0.024, 0.016)
+    event = measured(found.pipeline, [EVEN, slow])
+    read = Measured.of(event, json.loads(json.dumps(found.to_json())), tmp_path)
+    assert read is not None
+    advice = " ".join(read.advice())
+    assert ("slowest" in advice) == (wanted is not None)
+    if wanted is not None:
+        assert wanted in advice

@@ -64,6 +64,7 @@ class PipelineStages:
         assert pipeline is not None, "a plan with pp has a pipeline"
         _require_blocks(module, piece.blocks, pipeline)
         peers, door = _peers(piece), Door(len(piece.blocks), pipeline.num_stages)
+        door.can_look = not piece.plan.compile
         held = Holding(module, piece.blocks, pipeline)
         held.require_movable()
         here = peers.rank

@@ -11,12 +11,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from phalanx.core.errors import LayoutError
@@ -61,6 +62,8 @@ class Door:
     """Look whether anything but the hidden states goes from stage to stage: it would be NaN."""
     outside: tuple[tuple[nn.Module, str], ...] = ()
     """The parameters outside the blocks that this rank holds: modules, and names in them."""
+    can_look: bool = True
+    """False where blocks are compiled: their code is not to be looked into."""
     _classes: dict[type[nn.Module], type[nn.Module]] = field(default_factory=dict)
     _blocks: list[nn.Module] = field(default_factory=list)
 
@@ -78,9 +81,11 @@ class Door:
         if self.is_rehearsal and arrived is not None:
             window.restore = self._hide_outside()
         # What leads to the blocks has no gradient but in the first stage.
+        looks = self.is_rehearsal and arrived is not None and self.can_look
         with torch.set_grad_enabled(window.enables_grad and arrived is None):
             try:
-                yield
+                with _NoDecisions(window) if looks else nullcontext():
+                    yield
             finally:
                 window.restore()
                 self.window = before
@@ -221,6 +226,41 @@ class Door:
         raise LayoutError(
             f"{name} is used {window.place} the blocks, and stage {window.stage} does not hold it", fix=fix
         )
+
+
+class _NoDecisions(TorchDispatchMode):
+    """In a rehearsal, before what arrives has arrived: refuses to make numbers or truths of what is not there.
+
+    Whatever is computed of NaN is NaN, and is found; a comparison with it is simply false.
+    """
+
+    def __init__(self, window: Window) -> None:
+        super().__init__()
+        self._window = window
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if self._window.place == BEFORE and _is_decision(found):
+            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            if any(t.is_floating_point() and bool(_isnan(t.detach()).any()) for t in given):
+                raise LayoutError(
+                    f"before the blocks the model decides something by what stage {self._window.stage} does not have "
+                    f"({func})",
+                    why="a later stage has neither the embedding nor what is made of it",
+                    fix="decide by the inputs, or inside of a block, or do without parallel.pp",
+                )
+        return found
+
+
+def _is_decision(found: Any) -> bool:
+    return any(
+        not leaf.is_floating_point() if isinstance(leaf, torch.Tensor) else isinstance(leaf, bool | int | float)
+        for leaf in tree_leaves(found)
+    )
+
+
+def _isnan(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor != tensor
 
 
 class _Arrival(torch.autograd.Function):

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import LayoutError
+from phalanx.job.schema import Job
+from phalanx.job.shape import ModelShape
 from phalanx.observe.events import PipelineMeasured
+from phalanx.plan.pipeline.cut import LayerCosts, Stages
 from phalanx.plan.pipeline.measured import planned_at, total_s
+from phalanx.plan.pipeline.parts import parts_of
 from phalanx.plan.pipeline.planned import Pipeline
+from phalanx.plan.pipeline.recut import Recut, recut
 from phalanx.plan.pipeline.remedies import LIMIT, MAX_ACTIONS, UNEVEN, enough_microbatches, halved
 from phalanx.plan.pipeline.simulate import StageCosts, Timeline
 from phalanx.report import words
@@ -29,6 +35,8 @@ class Measured:
     samples_per_rank: int
     """Samples of a step in each data-parallel share; 0 where the plan does not say."""
     run_dir: Path
+    weights: LayerCosts | None = None
+    """What the model's parts should cost; None where job or plan do not say."""
 
     @classmethod
     def of(cls, event: PipelineMeasured | None, plan: dict[str, Any], run_dir: Path) -> Measured | None:
@@ -45,7 +53,8 @@ class Measured:
         if not is_whole or len(costs) != pipeline.num_stages or len(held) != pipeline.num_ranks:
             return None
         samples = as_number(plan.get("num_microbatches")) * as_number(plan.get("micro_batch_size"))
-        return cls(event, pipeline, costs, int(samples) if math.isfinite(samples) else 0, run_dir)
+        weights = _weights(plan, run_dir)
+        return cls(event, pipeline, costs, int(samples) if math.isfinite(samples) else 0, run_dir, weights)
 
     @property
     def slowest(self) -> tuple[int, float]:
@@ -55,9 +64,20 @@ class Measured:
         slowest = max(range(len(totals)), key=totals.__getitem__)
         return slowest, totals[slowest] / mean if mean else 1.0
 
+    @cached_property
+    def recut(self) -> Recut | None:
+        """The cut by what was measured; None where it cannot be told."""
+        if self.weights is None:
+            return None
+        try:
+            return recut(self.pipeline, Stages(tuple(map(int, self.event.num_blocks))), self.costs, self.weights)
+        except (LayoutError, TypeError, ValueError):
+            return None
+
     @property
     def is_uneven(self) -> bool:
-        return self.slowest[1] > UNEVEN
+        """True if a stage is slow, and another cut would mend it as far as is known."""
+        return self.slowest[1] > UNEVEN and (self.recut is None or self.recut.is_worth_it)
 
     @property
     def is_long(self) -> bool:
@@ -79,10 +99,13 @@ class Measured:
         said = []
         if self.is_uneven:
             stage, ratio = self.slowest
-            said.append(
-                f"Stage {stage} is the slowest, at {ratio:.2f} times the mean of all: cut the model again by what was "
-                f"measured, phalanx plan JOB.toml --recut {self.run_dir}."
-            )
+            how = f"cut the model again by what was measured, phalanx plan JOB.toml --recut {self.run_dir}."
+            if self.recut is not None:
+                blocks = ", ".join(map(str, self.recut.stages.num_blocks))
+                how = (
+                    f"parallel.stage_blocks=[{blocks}] would make a step {words.percent(self.recut.gain, 1.0)} shorter."
+                )
+            said.append(f"Stage {stage} is the slowest, at {ratio:.2f} times the mean of all: {how}")
         if not self.is_long:
             return said
         more = self._more_microbatches() + self._interleaved()
@@ -131,6 +154,15 @@ class Measured:
             return []
         share = words.percent(bubble, 1.0)
         return [f'parallel.schedule="interleaved", two stages on each rank, would bring {self._wait} to about {share}.']
+
+
+def _weights(plan: dict[str, Any], run_dir: Path) -> LayerCosts | None:
+    """Of the run's own job and plan, which may hold anything."""
+    try:
+        job = Job.model_validate_json((run_dir / "job.json").read_bytes())
+        return parts_of(job, ModelShape.from_json(plan["shape"])).layer_costs
+    except (OSError, ValueError, TypeError, KeyError, LayoutError):
+        return None
 
 
 def pipeline_of(plan: dict[str, Any]) -> Pipeline | None:
