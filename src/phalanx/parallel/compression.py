@@ -116,8 +116,7 @@ class Compression:
 
 def reduce_by_hook(piece: Workpiece, ddp: DistributedDataParallel) -> Callable[[], None]:
     """Have `ddp` reduce as the plan says; what is returned counts the bytes of a step that torch reduces by itself."""
-    layout = piece.plan.layout
-    group = piece.mesh.data_parallel_group() if layout.cp > 1 else piece.mesh.submesh("dp_replicate").get_group()
+    group = piece.mesh.data_parallel_group()
     num_bytes = sum(p.nbytes for p in piece.root.parameters() if p.requires_grad)
     piece.traffic.plain_bytes = round(all_reduce_bytes(num_bytes, group.size()))
     wire = Wire(group, piece.traffic, piece.phases)
