@@ -50,6 +50,9 @@ ORDINARY: dict[str, Any] = {
     "dict[str, float]": {"forward": 0.1},
     "dict[str, Any]": {"deep": [1, {"x": None}]},
     "list[int]": [1, 2],
+    "bool": True,
+    "list[list[float]]": [[0.1, 0.2], [0.3, 0.4]],
+    "list[list[list[Any]]]": [[["0F0", 0.0, 0.1]], [["1F0", 0.1, 0.2]]],
 }
 
 

@@ -90,6 +90,7 @@ def test_pipelines_are_measured_beside_torchs(tmp_path: Path) -> None:
     assert set(found["tokens_per_s"]) > {"one process", "phalanx 1f1b", "torch 1f1b"}
 
 
+@pytest.mark.long
 def test_bubbles_are_measured_on_every_schedule(tmp_path: Path) -> None:
     """Blocks that wait a millisecond: every rank does the schedule's actions in order, and holds what it says."""
     rows = measured("pipeline_bubble.py", tmp_path / "found")

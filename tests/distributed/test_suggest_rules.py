@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from test_tensor_parallel_zoo import SHAPE, Wanted, require_equal
 
 import tp_zoo
@@ -73,6 +74,7 @@ def test_the_rules_that_a_person_wrote_are_found() -> None:
         assert set(rules) - set(written) <= {"embed", "head", "layers.*.tokens", "layers.*.channels"}
 
 
+@pytest.mark.long
 def test_what_is_proposed_for_hard_ones_equals_the_plain_loop() -> None:
     kinds = [f"tp_zoo_hard:{name}" for name in (*HARD, *WHOLE)]
     found = run_ranks(1, suggestions, kinds)[0]

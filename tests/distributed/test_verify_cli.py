@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from commands import run, run_all
 from phalanx.verify.cases import all_layouts, compressed_layouts
 
@@ -44,6 +46,7 @@ def rows_of(output: str) -> list[dict[str, object]]:
     return [json.loads(line) for line in output.splitlines()]
 
 
+@pytest.mark.long
 def test_the_default_job_is_equal_and_says_so(tmp_path: Path) -> None:
     done = run("verify", "--shrink", "--ranks", "2", "--layouts", "all", "--steps", "2", cwd=tmp_path)
     assert done.code == 0, done.err
@@ -135,6 +138,7 @@ class Odd(nn.Module):
 JUDGE_ODD = ("model.kind=odd:Odd", "data.seq_len=16", "--json")
 
 
+@pytest.mark.long
 def test_a_module_with_all_kinds_of_things_in_it_is_no_alarm(tmp_path: Path) -> None:
     """Dropout inside attention, a buffer that each forward moves, frozen weights, logits rounded to float32."""
     (tmp_path / "odd.py").write_text(ODD)

@@ -24,14 +24,17 @@ def private_bytes() -> int:
 
 
 def held_after_free(rank: int, asks: bool, environment: dict[str, str]) -> float:
-    """MiB that ten freed blocks of 8 MiB leave behind, each with a small one behind it that stays."""
+    """MiB that twenty freed blocks of 8 MiB leave behind, each with a small one behind it that stays."""
     os.environ.update(environment)
     if asks:
         return_large_blocks()
-    torch.ones(30 * MIB // 4)  # freed at once: from here on glibc takes blocks up to this size from its heap
+    # Freed at once: from here on glibc takes blocks up to this size from its heap. Several, since one may have found
+    # room there already.
+    first = [torch.ones(30 * MIB // 4) for _ in range(4)]
+    first.clear()
     before = private_bytes()
     large, small = [], []
-    for _ in range(10):
+    for _ in range(20):
         large.append(torch.ones(8 * MIB // 4))
         small.append(torch.ones(16 * 1024))
     large.clear()
@@ -51,5 +54,5 @@ def test_large_blocks_are_returned_unless_the_environment_says_otherwise() -> No
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     asked, alone, told_otherwise = json.loads(done.stdout.splitlines()[-1])
     assert asked < 16
-    assert alone > 60, "glibc returns them by itself: there is nothing to do"
-    assert told_otherwise > 60
+    assert alone > 80, "glibc returns them by itself: there is nothing to do"
+    assert told_otherwise > 80
