@@ -1,6 +1,7 @@
 """Writes docs/verified.md: `phalanx verify` over every model and layout of `JUDGED`, as it ran here.
 
-python docs/verify_table.py            about fifteen minutes on two cores
+python docs/verify_table.py              about twenty minutes on two cores
+python docs/verify_table.py "vision"     what begins so, the rest of the page as it is
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,19 +120,30 @@ def lines_of(judged: Judged, rows: list[dict[str, Any]]) -> list[str]:
     return found
 
 
-def main() -> None:
+def main(parts: list[str]) -> None:
+    """Judge all of `JUDGED`, or what begins as one of `parts` does, whose sections of the page are written anew."""
     sys.path.insert(0, str(HERE.parent / "tests"))
     from hf_zoo import ZOO, write_config
 
     for name in ZOO:
         write_config(HF_CONFIGS / name, name)
-    began, sections, counts = time.monotonic(), {}, {"equal": 0, "refused": 0, "differ": 0}
+    page = HERE / "verified.md"
+    began, again = time.monotonic(), {}
     for judged in JUDGED:
-        rows = judge(judged)
-        for row in rows:
-            counts["refused" if row["ok"] is None else "equal" if row["ok"] else "differ"] += 1
-        sections.setdefault(judged.what, []).extend(lines_of(judged, rows))
+        if not parts or judged.what.startswith(tuple(parts)):
+            again.setdefault(_title(judged.what), []).extend(lines_of(judged, judge(judged)))
     minutes = (time.monotonic() - began) / 60
+    ran = f"in {minutes:.1f} minutes on {num_cores()} cores ({cpu_model()}), torch {torch.__version__}, "
+    ran += f"{time.strftime('%Y-%m-%d')}."
+    before, sections = _read(page) if parts else ([], {})
+    sections |= again
+    order = list(dict.fromkeys(_title(judged.what) for judged in JUDGED))
+    counts = _counts(line for lines in sections.values() for line in lines)
+    of_parts = f"`{' '.join(parts)}` again, {ran}" if parts else ""
+    written = [line for line in before if line.startswith("Written by")] or [
+        f"Written by `python docs/verify_table.py` {ran}"
+    ]
+    written += [line for line in before if " again, in " in line] + ([f"Of it {of_parts}"] if parts else [])
     text = [
         "# Verified",
         "",
@@ -138,23 +151,40 @@ def main() -> None:
         'Allowed are 1e-10 in float64 (1e-8 after the job\'s optimizer, "update") and 1e-5 in float32. A layout that a '
         "model cannot have is refused, with the nearest that it can.",
         "",
-        f"{counts['equal']} rows are equal, {counts['differ']} differ, {counts['refused']} are refused. Written by "
-        f"`python docs/verify_table.py` in {minutes:.1f} minutes on {num_cores()} cores ({cpu_model()}), torch "
-        f"{torch.__version__}, {time.strftime('%Y-%m-%d')}.",
+        f"{counts['equal']} rows are equal, {counts['differ']} differ, {counts['refused']} are refused.",
+        *written,
     ]
-    for what, lines in sections.items():
-        text += [
-            "",
-            f"## {what[0].upper()}{what[1:]}",
-            "",
-            "| layout | ranks | float64 | float32 |",
-            "|---|---:|---|---|",
-        ]
-        text += lines
-    (HERE / "verified.md").write_text("\n".join(text) + "\n")
+    for what in sorted(sections, key=order.index):
+        text += ["", f"## {what}", "", "| layout | ranks | float64 | float32 |", "|---|---:|---|---|", *sections[what]]
+    page.write_text("\n".join(text) + "\n")
     sys.exit(11 if counts["differ"] else 0)
+
+
+def _title(what: str) -> str:
+    return f"{what[0].upper()}{what[1:]}"
+
+
+def _read(page: Path) -> tuple[list[str], dict[str, list[str]]]:
+    """(the lines above the sections, the rows of each section)."""
+    above, *sections = page.read_text().split("\n## ")
+    rows = {}
+    for section in sections:
+        title, *lines = section.splitlines()
+        rows[title] = [line for line in lines if line.startswith("| ") and not line.startswith("| layout")]
+    return above.splitlines(), rows
+
+
+def _counts(lines: Iterable[str]) -> dict[str, int]:
+    """A layout and a type are a row of `phalanx verify`."""
+    counts = {"equal": 0, "refused": 0, "differ": 0}
+    for line in lines:
+        _, _, _, *cells, _ = line.split("|")
+        for cell in filter(None, map(str.strip, cells)):
+            kind = "refused" if cell.startswith("refused") else "differ" if cell.startswith("**differs") else "equal"
+            counts[kind] += 1
+    return counts
 
 
 if __name__ == "__main__":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    main()
+    main(sys.argv[1:])
