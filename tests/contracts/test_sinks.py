@@ -302,6 +302,7 @@ def test_sources_whose_names_look_alike_keep_their_own_curves(tmp_path: Path) ->
     assert sorted(again.values()) == [2.0, 2.0, 3.0]
 
 
+@pytest.mark.long
 def test_mlflow_has_the_values_of_a_step_that_is_done_again(tmp_path: Path) -> None:
     """It can take none back: the later value follows, and the same value is not there twice."""
     pytest.importorskip("mlflow")

@@ -465,7 +465,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("damage", ["flipped bit", "manifest cut short"])
+@pytest.mark.parametrize("damage", ["flipped bit", pytest.param("manifest cut short", marks=pytest.mark.long)])
 def test_a_damaged_checkpoint_is_refused_whole(finished: Path, tmp_path: Path, damage: str) -> None:
     """Exit 5 naming the file; the run directory's checkpoints and facts are as before."""
     folder = tmp_path / "copy"

@@ -225,7 +225,7 @@ def train_parallel(rank: int, num_ranks: int) -> dict[Any, Tensors]:
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_training_equals_one_process_in_every_layout(num_ranks: int) -> None:
     """Weights and running statistics after SGD steps in fp64, with gradients accumulated and blocks recomputed."""
     (plain,) = run_ranks(1, train_plain)

@@ -22,6 +22,7 @@ TINY = Case(dim=64, num_layers=1, vocab_size=256, precision="fp32", micro_batch_
 WARMUP, STEPS = 2, 12
 
 
+@pytest.mark.long
 def test_every_contender_leaves_a_whole_row_and_learns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -92,6 +92,7 @@ def test_what_is_proposed_for_hard_ones_equals_the_plain_loop() -> None:
     require_equal(wanted)
 
 
+@pytest.mark.long
 def test_from_a_module_to_a_job_that_is_equal(tmp_path: Path) -> None:
     """As a person does it: look, paste, verify; a bare module is refused before, and says what to do."""
     (tmp_path / "tp_zoo.py").write_text(Path(tp_zoo.__file__).read_text())

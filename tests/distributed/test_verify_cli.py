@@ -151,6 +151,7 @@ def test_a_module_with_all_kinds_of_things_in_it_is_no_alarm(tmp_path: Path) -> 
     assert "fewer digits than float64" in str(next(row for row in rows if row["ok"])["notes"])
 
 
+@pytest.mark.long
 def test_a_module_that_alone_cannot_be_judged_is_refused_and_no_layout_is_blamed(tmp_path: Path) -> None:
     (tmp_path / "odd.py").write_text(ODD)
     cases = {

@@ -158,6 +158,7 @@ def test_killed_ranks_start_again(drill: Drill, layout: str, seed: int, phases: 
         assert restart.time_unix_s - failure.time_unix_s < 10.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("layout", "seed"), [("zero3", 3)])
 def test_a_killed_run_is_continued_by_hand(drill: Drill, layout: str, seed: int) -> None:
     """No restarts: the run ends with exit 10 at each kill, and each time `--resume` takes it on."""
