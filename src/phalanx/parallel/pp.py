@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -236,11 +236,6 @@ def _is_part(name: str, pattern: str) -> bool:
     """True for the thing itself, and for what is inside of it."""
     parts = name.split(".")
     return any(fnmatch.fnmatchcase(".".join(parts[:count]), pattern) for count in range(1, len(parts) + 1))
-
-
-def own_parameters(staged: Staged, named: Iterator[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Those of `named` that other stages hold, too."""
-    return ((name, p) for name, p in named if full_name(name) in staged.copies)
 
 
 parallelism = PipelineStages()

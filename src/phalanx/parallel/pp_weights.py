@@ -115,20 +115,21 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = (grad @ weight.detach().to(grad.dtype)).to(ctx.given)
 
-        def work() -> None:
+        def of_weights() -> tuple[torch.Tensor, torch.Tensor | None]:
             rows = grad.reshape(-1, grad.shape[-1])
-            _add(weight, rows.T @ x.reshape(-1, x.shape[-1]).to(rows.dtype))
-            if bias is not None and bias.requires_grad:
-                _add(bias, rows.sum(0))
+            has_bias = bias is not None and bias.requires_grad
+            return rows.T @ x.reshape(-1, x.shape[-1]).to(rows.dtype), rows.sum(0) if has_bias else None
+
+        def work() -> None:
+            for parameter, gradient in zip((weight, bias), of_weights(), strict=True):
+                if gradient is not None:
+                    _add(parameter, gradient)
 
         if _OPEN:
-            _OPEN[-1].append(work)
+            later(work)
             return grad_x, None, None
-        grad_weight = grad.reshape(-1, grad.shape[-1]).T @ x.reshape(-1, x.shape[-1]).to(grad.dtype)
-        grad_bias = None
-        if bias is not None and ctx.needs_input_grad[2]:
-            grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0).to(bias.dtype)
-        return grad_x, grad_weight.to(weight.dtype), grad_bias
+        grad_weight, grad_bias = of_weights()
+        return grad_x, grad_weight.to(weight.dtype), None if grad_bias is None else grad_bias.to(bias.dtype)
 
 
 def _add(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
