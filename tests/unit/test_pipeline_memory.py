@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -127,17 +129,20 @@ def test_weight_gradients_that_wait_keep_what_is_predicted() -> None:
     split_linears(module)
     tokens = torch.arange(24).reshape(2, 12) % model.vocab_size
     later = LaterWeights()
-    out = module(tokens)
     with later.putting_off("key"):
-        out.hidden_BTD.square().sum().backward()
-    held: dict[int, int] = {}
-    for work in later._due["key"]:
-        cells: Any = work.__closure__  # type: ignore[attr-defined]
-        for cell in cells:
-            value = cell.cell_contents
-            if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
-                storage = value.untyped_storage()
-                held[storage.data_ptr()] = storage.nbytes()
+        module(tokens).hidden_BTD.square().sum().backward()
+    gc.collect()
+    # What lives until W and not longer. By address while all of it lives: afterwards addresses are used again.
+    alive = [
+        (weakref.ref(found), found.untyped_storage())
+        for found in gc.get_objects()
+        if issubclass(type(found), torch.Tensor)
+    ]
+    between = [(tensor, storage.data_ptr(), storage.nbytes()) for tensor, storage in alive]
+    del alive
+    later.do("key")
+    gc.collect()
+    held = {address: size for tensor, address, size in between if tensor() is None}
     wanted = 24 * model.num_layers * activations.weight_input_bytes(model, 4, experts=False)
     assert sum(held.values()) == wanted
 
