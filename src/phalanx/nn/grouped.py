@@ -63,10 +63,7 @@ def rows_times(x_RI: torch.Tensor, matrix_EIO: torch.Tensor, counts_E: torch.Ten
     if _has_kernel(x_RI, matrix_EIO.shape[2]):
         return F.grouped_mm(x_RI, matrix_EIO, offs=_ends(counts_E))
     parts = x_RI.split(counts_E.tolist())
-    out = x_RI.new_empty(x_RI.shape[0], matrix_EIO.shape[2])
-    for part, to, matrix in zip(parts, out.split(counts_E.tolist()), matrix_EIO, strict=True):
-        torch.mm(part, matrix, out=to)
-    return out
+    return torch.cat([part @ matrix for part, matrix in zip(parts, matrix_EIO, strict=True)])
 
 
 def rows_by_rows(a_RO: torch.Tensor, b_RI: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
@@ -74,10 +71,7 @@ def rows_by_rows(a_RO: torch.Tensor, b_RI: torch.Tensor, counts_E: torch.Tensor)
     if _has_kernel(a_RO, b_RI.shape[1]):
         return F.grouped_mm(a_RO.T, b_RI, offs=_ends(counts_E))
     sizes = counts_E.tolist()
-    out = a_RO.new_zeros(len(sizes), a_RO.shape[1], b_RI.shape[1])
-    for to, a, b in zip(out, a_RO.split(sizes), b_RI.split(sizes), strict=True):
-        torch.mm(a.T, b, out=to)
-    return out
+    return torch.stack([a.T @ b for a, b in zip(a_RO.split(sizes), b_RI.split(sizes), strict=True)])
 
 
 def _ends(counts_E: torch.Tensor) -> torch.Tensor:
