@@ -273,7 +273,9 @@ class ExpertsLoaded(Event):
     def worst(self) -> tuple[str, float]:
         """The layer whose busiest expert has most, and how many times the mean; ("", 0) where nothing was counted."""
         found = {
-            name: max(tokens) * len(tokens) / sum(tokens) for name, tokens in self.tokens_by_expert.items() if any(tokens)
+            name: max(tokens) * len(tokens) / sum(tokens)
+            for name, tokens in self.tokens_by_expert.items()
+            if sum(tokens) > 0
         }
         return max(found.items(), key=lambda item: item[1], default=("", 0.0))
 
@@ -281,7 +283,7 @@ class ExpertsLoaded(Event):
     def dropped_share(self) -> float:
         """Of all choices, 0 to 1."""
         chosen = sum(map(sum, self.tokens_by_expert.values()))
-        return sum(self.dropped.values()) / chosen if chosen else 0.0
+        return sum(self.dropped.values()) / chosen if chosen > 0 else 0.0
 
 
 @dataclass(frozen=True)
