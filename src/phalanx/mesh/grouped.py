@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-
 ROUND_TO = 64  # rows
 
 
