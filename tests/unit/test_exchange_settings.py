@@ -73,7 +73,7 @@ def test_every_tensor_of_a_family_has_one_name(family: Any) -> None:
 
 
 SAID = {  # what no model of transformers here computes, and a word of why
-    "shared experts, and all with experts": ("mixtral-8x7b", {"num_shared_experts": 2}, "num_shared_experts"),
+    "shared experts beside QK-norm": ("qwen3-30b-a3b", {"num_shared_experts": 2}, "num_shared_experts"),
     "a sigmoid without a bias": ("mixtral-8x7b", {"router_scores": "sigmoid"}, "router_scores"),
     "experts with limited room": ("mixtral-8x7b", {"expert_capacity": 1.25}, "expert_capacity"),
     "a scaled sum of experts": ("qwen3-30b-a3b", {"router_scale": 2.5}, "router_scale"),
