@@ -117,6 +117,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "qwen3-moe, stacked, not normalized": lambda: built("Qwen3Moe", **EXPERTS, norm_topk_prob=False),
     "dots1": lambda: built("Dots1", **OF_DOTS, norm_topk_prob=True, routed_scaling_factor=2.5),
     "dots1, stacked, not normalized": lambda: built("Dots1", **OF_DOTS, norm_topk_prob=False, **WINDOWS),
+    "glm4-moe that rotates whole heads": lambda: built(
+        "Glm4Moe", **OF_DOTS, rope_parameters=rope() | {"partial_rotary_factor": 1.0}
+    ),
     "vit": image_model,
 }
 
@@ -175,6 +178,10 @@ OURS = ModelShape(
 TRAINED: dict[str, tuple[str, ModelShape]] = {
     "our mixtral": ("MixtralForCausalLM", OURS),
     "our qwen3-moe": ("Qwen3MoeForCausalLM", replace(OURS, qk_norm=True, router_normalize=False)),
+    "our glm4-moe": (
+        "Glm4MoeForCausalLM",
+        replace(OURS, num_shared_experts=1, num_dense_layers=1, router_scores="sigmoid", balance_bias=0.001),
+    ),
     "our dots1": (
         "Dots1ForCausalLM",
         replace(

@@ -21,7 +21,6 @@ OTHERS = {  # what phalanx's models do not compute, of families that are alike
     "deepseek_v3": "its attention is latent, and phalanx's models have none of it yet",
     "gpt_oss": "its experts have biases, and phalanx's none",
     "olmoe": "it normalizes queries and keys over all heads, and phalanx head by head",
-    "glm4_moe": "it rotates parts of heads, and phalanx whole ones",
 }
 
 
