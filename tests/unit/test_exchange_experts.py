@@ -29,8 +29,13 @@ E, F, D = 4, 6, 8
 MIXTRAL = ModelShape(*(2, D, 2, 1, 4, F, 11, True), norm_eps=1e-5, num_experts=E, experts_per_token=2, expert_ffn_dim=F)
 DOTS = replace(
     MIXTRAL,
-    num_shared_experts=2, num_dense_layers=1, qk_norm=True, ffn_dim=10,
-    router_scores="sigmoid", balance_bias=0.01, balance_loss=0.1,
+    num_shared_experts=2,
+    num_dense_layers=1,
+    qk_norm=True,
+    ffn_dim=10,
+    router_scores="sigmoid",
+    balance_bias=0.01,
+    balance_loss=0.1,
 )
 LAYER = "model.layers.0"
 ALONE = f"{LAYER}.block_sparse_moe.experts"

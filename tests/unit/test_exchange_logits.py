@@ -85,8 +85,12 @@ def image_model() -> nn.Module:
 WINDOWS = {"use_sliding_window": True, "sliding_window": 5}
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
 OF_DOTS = {
-    "n_routed_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "head_dim": 8,
-    "n_shared_experts": 2, "first_k_dense_replace": 1,
+    "n_routed_experts": 5,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "head_dim": 8,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
 }
 EVERY_SECOND = ["sliding_attention", "full_attention"] * 2
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -186,8 +190,12 @@ TRAINED: dict[str, tuple[str, ModelShape]] = {
         "Dots1ForCausalLM",
         replace(
             OURS,
-            qk_norm=True, num_shared_experts=2, num_dense_layers=1,
-            router_scores="sigmoid", router_scale=2.5, balance_bias=0.001,
+            qk_norm=True,
+            num_shared_experts=2,
+            num_dense_layers=1,
+            router_scores="sigmoid",
+            router_scale=2.5,
+            balance_bias=0.001,
         ),
     ),
 }
