@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -82,9 +81,7 @@ def test_shards_are_as_large_and_gathered_ones_smaller() -> None:
 
 
 def test_mixtral_on_64_gpus_says_what_experts_take_and_send() -> None:
-    started = time.perf_counter()
     whole, spread = "\n".join(describe(mixtral())), "\n".join(describe(mixtral(ep=8)))
-    assert time.perf_counter() - started < 60  # a plan that enumerates too much
     assert "zero3 (dp_shard=64)" in whole
     assert "experts: each rank gathers all 8 of a block" in whole
     assert "parallel.ep=8 would save" in whole
