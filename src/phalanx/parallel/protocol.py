@@ -35,11 +35,12 @@ class Order(IntEnum):
     SHARD = 2  # tensor and expert parallelism
     STATISTICS = 3  # layers that must see what all ranks see
     DROPOUT = 4
-    RECOMPUTE = 5
-    COMPILE = 6
-    DATA = 7  # data parallelism wraps what is left
-    UPDATE = 8  # what the optimizer gets to see of it
-    OFFLOAD = 9  # where it sees it
+    PRODUCTS = 5  # what multiplies matrices
+    RECOMPUTE = 6
+    COMPILE = 7
+    DATA = 8  # data parallelism wraps what is left
+    UPDATE = 9  # what the optimizer gets to see of it
+    OFFLOAD = 10  # where it sees it
 
 
 class Root(nn.Module):
@@ -103,7 +104,9 @@ class Workpiece:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.plan.precision, torch.float32)
+        """Of activations and of what is not fp8."""
+        low = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+        return low.get(self.plan.precision, torch.float32)
 
 
 class Parallelism(Protocol):

@@ -61,7 +61,7 @@ class Workload:
 
     micro_batch_size: int
     seq_len: int  # of an image: its patches (and class token)
-    precision: str  # "fp32" | "bf16" | "fp16"
+    precision: str  # "fp32" | "bf16" | "fp16" | "fp8"
     recompute: str  # a mode of train.recompute; segments say what it means for the model's blocks
     loss_chunk_tokens: int
     num_microbatches: int = 1
@@ -89,7 +89,8 @@ class Workload:
 
     @property
     def compute_bytes(self) -> int:
-        return 2 if self.precision in ("bf16", "fp16") else 4
+        """Of activations: in fp8 they are kept in bf16, and cast anew for each product."""
+        return 4 if self.precision == "fp32" else 2
 
     @property
     def error_bytes(self) -> int:
@@ -209,7 +210,8 @@ def communication_bytes(shape: ModelShape, work: Workload, zero_stage: int, num_
     """
     if zero_stage <= 1:
         accumulated = shape.num_params * 4 if work.num_microbatches > 1 and num_ranks > 1 else 0
-        return accumulated + (shape.num_params * 2 if work.compute_bytes == 2 else 0)
+        cast = shape.num_params - (shape.blocks_params if work.precision == "fp8" else 0)
+        return accumulated + (cast * 2 if work.compute_bytes == 2 else 0)
     # Between microbatches gradients are not reduced, and stay whole.
     stay_whole = work.num_microbatches > 1 and work.options.accumulate == "unsharded"
     accumulated = shape.num_params * 4 if stay_whole else 0
@@ -221,6 +223,14 @@ def communication_bytes(shape: ModelShape, work: Workload, zero_stage: int, num_
         alive = min(max(unit * (1 + (work.options.prefetch or 0)), together), shape.num_params - rest)
         return (rest + alive) * work.compute_bytes + max(rest, unit) * 4 + accumulated
     return shape.num_params * work.compute_bytes + max(rest, unit) * 4 + accumulated
+
+
+def fp8_bytes(shape: ModelShape, work: Workload) -> int:
+    """Bytes of what one product casts to fp8, of the largest: what goes in, and the matrix."""
+    if work.precision != "fp8":
+        return 0
+    widest = max(shape.ffn_dim, shape.num_heads * shape.head_dim, shape.dim)
+    return widest * (work.tokens + shape.dim)
 
 
 def unit_params(shape: ModelShape, options: DataParallel) -> tuple[int, int]:
@@ -269,7 +279,7 @@ def rank_memory(
         is_away = work.offloads_activations and device != "cpu"  # a CPU has no other memory to move them to
         memory["activations"] = (activation_bytes_on_device if is_away else activation_bytes)(shape, work)
         memory["loss"] = loss_bytes(shape, work)
-        memory["communication"] = communication_bytes(shape, work, zero_stage, num_ranks)
+        memory["communication"] = communication_bytes(shape, work, zero_stage, num_ranks) + fp8_bytes(shape, work)
         if zero_stage == 2:  # FSDP keeps shards, too, and what is gathered of them counts as communication
             memory["parameters"] /= dp_size
     if device == "cpu" and work.copies_state:
