@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from phalanx.core.errors import LayoutError
-from phalanx.mesh.linear import brought_rules, is_conv1d, kind_of, output_dim
+from phalanx.mesh.linear import brought_rules, input_dim, is_conv1d, kind_of, output_dim
 from phalanx.mesh.logical import Box, Cut, full_name
 from phalanx.mesh.tensor_group import TensorGroup, Vocabulary
 from phalanx.parallel import tp_modules
@@ -197,7 +197,7 @@ class _Surgery:
 
     def _row(self, name: str, part: nn.Module, rule: Rule) -> None:
         spans = self._spans(rule, tp_modules.num_inputs(part), name)
-        self._cut(name, part, "weight", tp_modules.input_dim(part), spans)
+        self._cut(name, part, "weight", input_dim(part), spans)
         tp_modules.make_row(part, name, self.group, _length(spans))
 
     def _vocab(self, name: str, part: nn.Module, rule: Rule) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from phalanx.core.errors import DataError, LayoutError
-from phalanx.mesh.linear import is_conv1d, output_dim
+from phalanx.mesh.linear import input_dim, is_conv1d, output_dim
 from phalanx.mesh.tensor_group import SEQUENCE, TensorGroup, Vocabulary, VocabularyLogits
 from phalanx.parallel.pp_weights import SPLITS, linear
 from phalanx.parallel.tp_overlap import row_in_chunks
@@ -26,10 +26,6 @@ def num_outputs(part: nn.Module) -> int:
 
 def num_inputs(part: nn.Module) -> int:
     return int(part.weight.shape[input_dim(part)])
-
-
-def input_dim(part: nn.Module) -> int:
-    return 1 - output_dim(part)
 
 
 def set_outputs(part: nn.Module, size: int) -> None:
