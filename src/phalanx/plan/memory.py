@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from phalanx.job import counts
 from phalanx.job.shape import ModelShape
 from phalanx.plan import activations
 from phalanx.plan.data_parallel import ALL_BLOCKS, DataParallel
@@ -210,7 +211,7 @@ def communication_bytes(shape: ModelShape, work: Workload, zero_stage: int, num_
     """
     if zero_stage <= 1:
         accumulated = shape.num_params * 4 if work.num_microbatches > 1 and num_ranks > 1 else 0
-        cast = shape.num_params - (shape.blocks_params if work.precision == "fp8" else 0)
+        cast = shape.num_params - (_fp8_params(shape) if work.precision == "fp8" else 0)
         return accumulated + (cast * 2 if work.compute_bytes == 2 else 0)
     # Between microbatches gradients are not reduced, and stay whole.
     stay_whole = work.num_microbatches > 1 and work.options.accumulate == "unsharded"
@@ -223,6 +224,11 @@ def communication_bytes(shape: ModelShape, work: Workload, zero_stage: int, num_
         alive = min(max(unit * (1 + (work.options.prefetch or 0)), together), shape.num_params - rest)
         return (rest + alive) * work.compute_bytes + max(rest, unit) * 4 + accumulated
     return shape.num_params * work.compute_bytes + max(rest, unit) * 4 + accumulated
+
+
+def _fp8_params(shape: ModelShape) -> int:
+    """Of the layers that fp8 multiplies: of blocks, without experts."""
+    return shape.blocks_params - shape.num_expert_layers * counts.experts_params(shape)
 
 
 def fp8_bytes(shape: ModelShape, work: Workload) -> int:
