@@ -309,7 +309,7 @@ def test_ring_attention_in_one_process_is_the_reference_and_a_missing_rescale_is
 
 def test_grouped_products_are_the_loop_and_experts_off_by_one_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert measured(grouped_matmul)
-    monkeypatch.setattr("phalanx.nn.grouped._ends", lambda counts: (counts.cumsum(0) - 1).clamp(min=0).to(torch.int32))
+    monkeypatch.setattr("phalanx.mesh.grouped._ends", lambda counts: (counts.cumsum(0) - 1).clamp(min=0).to(torch.int32))
     assert not measured(grouped_matmul)
 
 

@@ -1,4 +1,4 @@
-"""Products of experts' matrices (phalanx.nn.grouped, torch's grouped kernel) against a loop over the experts."""
+"""Products of experts' matrices (phalanx.mesh.grouped, torch's grouped kernel) against a loop over the experts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import torch
 from gpu_check.cases import Case
 from gpu_check.parity import compare
 from gpu_check.training import Say
-from phalanx.nn.grouped import GroupedLinear, _has_kernel
+from phalanx.mesh.grouped import _has_kernel
+from phalanx.nn.grouped import GroupedLinear
 
 
 def measure(case: Case, say: Say) -> None:
