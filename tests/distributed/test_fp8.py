@@ -12,16 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from models import BATCH, CPU, decoder, global_batches, plan, share
+from models import BATCH, CPU, SEQ_LEN, VOCAB, decoder, fill, global_batches, plan, shape, share
 from phalanx.cli import _needs
 from phalanx.core.errors import EnvironmentProblem, JobError, LayoutError
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import open_mesh
+from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import causal_cross_entropy
 from phalanx.parallel.fp8 import Float8, convert, is_suited, require_device
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.cluster import Cluster, compute_capability
+from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from ranks import run_ranks
 
@@ -31,7 +33,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "ddp": (2, {"dp_replicate": 2}),
     "zero3": (2, {"dp_shard": 2, "zero_stage": 3}),
     "cp": (2, {"cp": 2}),
+    "experts": (2, {"dp_shard": 2, "ep": 2}),
 }
+# Every token visits every expert: other digits could send it to others.
+EXPERTS: dict[str, Any] = {"num_experts": 4, "experts_per_token": 4, "expert_ffn_dim": 32, "num_shared_experts": 1}
 
 
 @pytest.fixture
@@ -83,14 +88,30 @@ def test_subclasses_and_odd_widths_stay_as_they_are() -> None:
     ]
 
 
+def plan_of(name: str) -> Plan:
+    num_ranks, layout = LAYOUTS[name]
+    if name != "experts":
+        return plan(num_ranks, **layout)
+    body = {
+        "model": {"dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, **EXPERTS},
+        "data": {"seq_len": SEQ_LEN},
+        "train": {"global_batch_size": BATCH},
+        "parallel": {"ranks": num_ranks, **layout},
+    }
+    return make_plan(Job.model_validate(body), cluster=CPU, vocab_size=VOCAB)
+
+
 def one_step(rank: int, name: str) -> dict[str, Any]:
     num_ranks, layout = LAYOUTS[name]
     found = {}
     Float8.emulate = True  # of this forked rank
     for precision in ("fp32", "bf16", "fp8"):
-        a_plan = replace(plan(num_ranks, **layout), precision=precision)
+        a_plan = replace(plan_of(name), precision=precision)
         with open_mesh(a_plan.layout, device="cpu") as mesh:
-            module = decoder(tied=True, dtype=torch.float32)
+            module = (
+                Decoder(replace(shape(), **EXPERTS)) if name == "experts" else decoder(tied=True, dtype=torch.float32)
+            )
+            fill(module)
             model = parallelize(module, a_plan, mesh)
             batch = share(global_batches(1)[0], mesh.data_parallel_rank, num_ranks if "cp" not in layout else 1, 1)
             facts = model.finish_step(model.forward_backward(batch, causal_cross_entropy(16)))
@@ -127,9 +148,9 @@ def test_activations_are_kept_in_bf16_and_blocks_have_no_cast_weights() -> None:
     ours, theirs = fp8.chosen.predicted_bytes, bf16.chosen.predicted_bytes
     same = ("parameters", "gradients", "optimizer", "activations", "loss")
     assert {key: ours[key] for key in same} == {key: theirs[key] for key in same}
-    shape, tokens = fp8.model_shape, 8 * 128
-    products = shape.ffn_dim * (tokens + shape.dim)  # of the widest: its input and its matrix, a byte each
-    assert ours["communication"] == theirs["communication"] - 2 * shape.blocks_params + products
+    model, tokens = fp8.model_shape, 8 * 128
+    products = model.ffn_dim * (tokens + model.dim)  # of the widest: its input and its matrix, a byte each
+    assert ours["communication"] == theirs["communication"] - 2 * model.blocks_params + products
 
 
 def test_a_cpu_is_refused() -> None:

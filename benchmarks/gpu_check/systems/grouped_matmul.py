@@ -12,28 +12,31 @@ from phalanx.nn.grouped import GroupedLinear
 
 
 def measure(case: Case, say: Say) -> None:
+    """In bf16 and fp32: torch has a kernel for the first on CUDA, for the second on a CPU, and the rest is a loop."""
     width = case.expert_width
     rows = {}
-    for name, counts in (
-        ("even", [width] * 8),
-        ("uneven, two experts without rows", [0, 3, 5 * width, 17, 0, width, 1, 2 * width]),
-    ):
-        layer, x, grad = _given(case, counts)
-        kind = "torch's grouped kernel" if _has_kernel(x, 2 * width) else "a loop"
-        exact = _by_loop(layer.weight, x, grad, counts, torch.float64)
-        own = _by_loop(layer.weight, x, grad, counts, x.dtype)
-        rows[f"bf16, {name} ({kind})"] = compare(_by_groups(layer, x, grad, counts), own, exact)
-        say({"parity": rows, "agrees": all(row["agrees"] for row in rows.values())})
+    for dtype in (torch.bfloat16, torch.float32):
+        for name, counts in (
+            ("even", [width] * 8),
+            ("uneven, two experts without rows", [0, 3, 5 * width, 17, 0, width, 1, 2 * width]),
+        ):
+            layer, x, grad = _given(case, counts, dtype)
+            kind = "torch's grouped kernel" if _has_kernel(x, 2 * width) else "a loop"
+            exact = _by_loop(layer.weight, x, grad, counts, torch.float64)
+            own = _by_loop(layer.weight, x, grad, counts, dtype)
+            key = f"{str(dtype).removeprefix('torch.')}, {name} ({kind})"
+            rows[key] = compare(_by_groups(layer, x, grad, counts), own, exact)
+            say({"parity": rows, "agrees": all(row["agrees"] for row in rows.values())})
 
 
-def _given(case: Case, counts: list[int]) -> tuple[GroupedLinear, torch.Tensor, torch.Tensor]:
+def _given(case: Case, counts: list[int], dtype: torch.dtype) -> tuple[GroupedLinear, torch.Tensor, torch.Tensor]:
     """The layer, its rows [R, I], and the gradient of what it puts out [R, O]."""
     width, generator = case.expert_width, torch.Generator().manual_seed(2)
 
     def random(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=generator).to(case.device, torch.bfloat16)
+        return torch.randn(*size, generator=generator).to(case.device, dtype)
 
-    layer = GroupedLinear(len(counts), width, 2 * width).to(case.device, torch.bfloat16)
+    layer = GroupedLinear(len(counts), width, 2 * width).to(case.device, dtype)
     with torch.no_grad():
         layer.weight.copy_(random(*layer.weight.shape))
     return layer, random(sum(counts), width), random(sum(counts), 2 * width)
