@@ -88,8 +88,8 @@ def _run_all(
 
 
 def _environment(site: Path, folder: Path, device: str) -> dict[str, str]:
-    """Carried wheels, then this repository's phalanx, then what is installed; one GPU, of however many. Compiled kernels
-    are shared: all trainers compile the same blocks."""
+    """Carried wheels, then this repository's phalanx, then what is installed; one GPU, of however many. Compiled
+    kernels are shared: all trainers compile the same blocks."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     one = {"OMP_NUM_THREADS": "1"} if device == "cpu" else {"CUDA_VISIBLE_DEVICES": first}
     inherited = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
