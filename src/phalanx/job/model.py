@@ -67,6 +67,8 @@ def _resolved(model: Model) -> dict[str, Any]:
     values.setdefault("num_kv_heads", _scaled_kv_heads(base, values))
     values.setdefault("head_dim", max(1, values["dim"] // values["num_heads"]))
     values.setdefault("ffn_dim", _scaled_ffn_dim(base, values))
+    if values.get("kv_rank"):
+        values.setdefault("value_head_dim", max(1, values["head_dim"] - values.get("rope_head_dim", 0)))
     if "expert_ffn_dim" in base:
         values.setdefault("expert_ffn_dim", _in_proportion("expert_ffn_dim", base, values))
     return values
@@ -143,11 +145,9 @@ def refuse_untrainable(job: Job) -> None:
     if job.model.is_foreign:
         return
     shape = shape_of(job, vocab_size=1)
-    missing = ["experts"] if shape.num_experts else []
-    missing += ["latent attention"] if shape.kv_rank else []
-    if missing:
+    if shape.num_experts:
         raise LayoutError(
-            f"a model with {' and '.join(missing)} can be planned and cannot be trained yet",
+            "a model with experts can be planned and cannot be trained yet",
             fix="use phalanx plan, or another model.preset",
         )
 

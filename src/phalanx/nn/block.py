@@ -15,6 +15,7 @@ from torch import nn
 from phalanx.job.shape import ModelShape
 from phalanx.nn.attention import Attention
 from phalanx.nn.init import InitRule
+from phalanx.nn.latent_attention import LatentAttention
 from phalanx.nn.norms import build_norm
 
 STD = 0.02
@@ -54,7 +55,8 @@ class Block(nn.Module):
         super().__init__()
         self.is_local = shape.is_local(layer)
         self.attention_norm = build_norm(shape)
-        self.attention = Attention(shape, shape.sliding_window if self.is_local else 0)
+        attention = LatentAttention if shape.kv_rank else Attention
+        self.attention = attention(shape, shape.sliding_window if self.is_local else 0)
         self.attention_post_norm = build_norm(shape) if shape.post_norms else None
         self.ffn_norm = build_norm(shape)
         self.ffn = FeedForward(shape)

@@ -210,19 +210,13 @@ def rule_of(rules: Iterable[Rule], name: str) -> Rule | None:
 
 def rules_of(shape: ModelShape) -> dict[str, str]:
     """The rules of a built-in model."""
-    heads, keys = shape.num_heads, f"{shape.num_kv_heads}/{shape.num_heads}"
     rules = {
         "blocks.*.attention": "region",
-        "blocks.*.attention.q": f"column heads={heads}",
-        "blocks.*.attention.k": f"column heads={keys}",
-        "blocks.*.attention.v": f"column heads={keys}",
-        "blocks.*.attention.o": f"row heads={heads}",
+        **(_latent_attention_rules if shape.kv_rank else _attention_rules)(shape),
         "blocks.*.ffn": "region",
         "blocks.*.ffn.up": "column",
         "blocks.*.ffn.down": "row",
     }
-    if shape.qk_norm:
-        rules |= {"blocks.*.attention.q_norm": "partial", "blocks.*.attention.k_norm": "partial"}
     if shape.is_gated:
         rules["blocks.*.ffn.gate"] = "column"
     if shape.reads_images:
@@ -233,3 +227,31 @@ def rules_of(shape: ModelShape) -> dict[str, str]:
     if not shape.tie_embeddings:
         rules["head"] = "vocab"
     return rules
+
+
+def _attention_rules(shape: ModelShape) -> dict[str, str]:
+    heads, keys = shape.num_heads, f"{shape.num_kv_heads}/{shape.num_heads}"
+    rules = {
+        "blocks.*.attention.q": f"column heads={heads}",
+        "blocks.*.attention.k": f"column heads={keys}",
+        "blocks.*.attention.v": f"column heads={keys}",
+        "blocks.*.attention.o": f"row heads={heads}",
+    }
+    if shape.qk_norm:
+        rules |= {"blocks.*.attention.q_norm": "partial", "blocks.*.attention.k_norm": "partial"}
+    return rules
+
+
+def _latent_attention_rules(shape: ModelShape) -> dict[str, str]:
+    """Every rank makes whole latents, and what its heads owe to them is a part of their gradient."""
+    heads, rules = shape.num_heads, {}
+    if shape.query_rank:
+        rules |= {"blocks.*.attention.q_down": "partial", "blocks.*.attention.q_norm": "partial"}
+    return {
+        **rules,
+        f"blocks.*.attention.{'q_up' if shape.query_rank else 'q'}": f"column heads={heads}",
+        "blocks.*.attention.kv_down": "partial",
+        "blocks.*.attention.kv_norm": "partial",
+        "blocks.*.attention.kv_up": f"column heads={heads}",
+        "blocks.*.attention.o": f"row heads={heads}",
+    }
