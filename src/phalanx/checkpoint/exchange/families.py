@@ -41,7 +41,7 @@ class NameRule:
 class Family:
     """What a file of names says. `always` are keys of ModelShape, `required`, `written` and `defaults` keys of theirs.
 
-    `also`: other names that config.json may have for a key of theirs.
+    `also`: other names that config.json may have for a key of theirs. `nullable`: keys of which null is not the default.
     """
 
     model_type: str
@@ -61,6 +61,8 @@ class Family:
     biases: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     heads_divide_dim: bool = False
+    latent: bool = False
+    nullable: tuple[str, ...] = ()
 
     @property
     def is_gated(self) -> bool:
@@ -75,7 +77,7 @@ class Family:
 
 def list_families() -> list[Family]:
     """All of them; what a more special one can say, an earlier one says more simply."""
-    order = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3", "gpt2")
+    order = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3", "gpt2", "deepseek_v3")
     names = sorted(_texts(), key=lambda name: (order.index(name) if name in order else len(order), name))
     return [_family(name) for name in names]
 
@@ -109,7 +111,7 @@ def _family(name: str) -> Family:
     for theirs, ours in table.pop("tensors").items():
         told: dict[str, Any] = {"ours": [ours]} if isinstance(ours, str) else ours
         rules.append(NameRule(theirs, tuple(told["ours"]), told.get("transposed", False), told.get("ones", 0)))
-    lists: dict[str, Any] = {key: tuple(table.pop(key)) for key in ("biases", "ignored") if key in table}
+    lists: dict[str, Any] = {key: tuple(table.pop(key)) for key in ("biases", "ignored", "nullable") if key in table}
     maps: dict[str, Any] = {
         key: table.pop(key, {}) for key in ("widths", "always", "required", "written", "defaults", "also")
     }
