@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from models import decoder, shape
+from models import fill, shape
 from phalanx.core.errors import LayoutError
 from phalanx.job.schema import Job
+from phalanx.nn.models.decoder import Decoder
 from phalanx.plan import activations
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.memory import Workload, activation_bytes, kept_bytes, rank_memory
@@ -120,12 +121,19 @@ def test_only_the_last_stage_has_a_loss_and_ends_get_no_messages_alone() -> None
     assert [rank["loss"] > 0 for rank in v] == [True, False, False, False]
 
 
-def test_weight_gradients_that_wait_keep_what_is_predicted() -> None:
+LATENT = {"kv_rank": 10, "head_dim": 12, "rope_head_dim": 4, "value_head_dim": 6}
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, LATENT, LATENT | {"query_rank": 14}], ids=["plain", "latent", "latent queries"]
+)
+def test_weight_gradients_that_wait_keep_what_is_predicted(changes: dict[str, int]) -> None:
     """Against the storages that split backwards hold between I and W. The head is the objective's, not a module."""
     from phalanx.parallel.pp_weights import LaterWeights, split_linears
 
-    model = shape(tied=False)
-    module = decoder(tied=False, dtype=torch.float32)
+    model = replace(shape(tied=False, num_kv_heads=4 if changes else 2), **changes)
+    module = Decoder(model)
+    fill(module)
     split_linears(module)
     tokens = torch.arange(24).reshape(2, 12) % model.vocab_size
     later = LaterWeights()

@@ -34,12 +34,11 @@ class LatentAttention(nn.Module):
         self.parts = (shape.head_dim - shape.rope_head_dim, shape.rope_head_dim)
         self.kv_rank = shape.kv_rank
         queries = shape.num_heads * shape.head_dim
+        self.q = None if shape.query_rank else nn.Linear(shape.dim, queries, bias=False)
         if shape.query_rank:
             self.q_down = nn.Linear(shape.dim, shape.query_rank, bias=False)
             self.q_norm = RMSNorm(shape.query_rank, EPS, shape.norm_plus_one)
             self.q_up = nn.Linear(shape.query_rank, queries, bias=False)
-        else:
-            self.q = nn.Linear(shape.dim, queries, bias=False)
         self.kv_down = nn.Linear(shape.dim, shape.kv_rank + shape.rope_head_dim, bias=False)
         self.kv_norm = RMSNorm(shape.kv_rank, EPS, shape.norm_plus_one)
         self.kv_up = nn.Linear(shape.kv_rank, shape.num_heads * (self.parts[0] + self.value_dim), bias=False)
@@ -66,7 +65,7 @@ class LatentAttention(nn.Module):
         return self.o(out_BHTE[..., : self.value_dim].transpose(1, 2).flatten(2))
 
     def _queries(self, x_BTD: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        q = self.q_up(self.q_norm(self.q_down(x_BTD))) if hasattr(self, "q_up") else self.q(x_BTD)
+        q = self.q_up(self.q_norm(self.q_down(x_BTD))) if self.q is None else self.q(x_BTD)
         plain, rotated = q.unflatten(-1, (-1, self.head_dim)).transpose(1, 2).split(self.parts, dim=-1)
         q_BHTE = torch.cat((plain, rotate_neighbours(rotated, table)), dim=-1)
         return q_BHTE if self.query_scale == 1 else q_BHTE * self.query_scale

@@ -23,11 +23,12 @@ def latent_values(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def latent_config(shape: ModelShape) -> dict[str, Any]:
-    """The keys that `latent_values` reads."""
+    """The keys that `latent_values` reads, and how many heads have keys of their own: all."""
     plain = shape.head_dim - shape.rope_head_dim
     return {
         "q_lora_rank": shape.query_rank or None,
         "qk_nope_head_dim": plain,
+        "num_key_value_heads": shape.num_heads,
         "first_k_dense_replace": shape.num_layers,
     }
 
