@@ -140,18 +140,6 @@ def _is_one_to_one(key: str, *resolved: dict[str, Any]) -> bool:
     return key == "num_kv_heads" and all(values[key] == values["num_heads"] for values in resolved)
 
 
-def refuse_untrainable(job: Job) -> None:
-    """Raises LayoutError for models that are planned and not trained."""
-    if job.model.is_foreign:
-        return
-    shape = shape_of(job, vocab_size=1)
-    if shape.num_experts:
-        raise LayoutError(
-            "a model with experts can be planned and cannot be trained yet",
-            fix="use phalanx plan, or another model.preset",
-        )
-
-
 def refuse_other_data(job: Job, measured: ModelShape | None = None) -> None:
     """Raises LayoutError for a model that cannot read the job's data. A plan alone may be made without data."""
     shape = measured if job.model.is_foreign else shape_of(job, vocab_size=1)

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values are made of one narrow latent.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values come of one narrow latent.
 
 Of each key one part is made of the latent, head by head, and one is rotated, made of the input, and all heads' alike. A
 query's parts are in the same order. Names are phalanx's; weights lie as in DeepSeek's published models.

@@ -41,7 +41,7 @@ class NameRule:
 class Family:
     """What a file of names says. `always` are keys of ModelShape, `required`, `written` and `defaults` keys of theirs.
 
-    `also`: other names that config.json may have for a key of theirs. `nullable`: keys of which null is not the default.
+    `also`: other names that config.json may have for a key of theirs. `nullable`: those whose null is a value.
     """
 
     model_type: str

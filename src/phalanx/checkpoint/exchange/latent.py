@@ -10,7 +10,7 @@ from phalanx.job.shape import ModelShape
 
 
 def latent_values(config: Mapping[str, Any]) -> dict[str, int]:
-    """Keys of ModelShape that are not widths of config.json as they stand. Raises LayoutError for blocks with experts."""
+    """Keys of ModelShape that config.json says in other words. Raises LayoutError for blocks with experts."""
     dense, layers = int(config["first_k_dense_replace"]), int(config["num_hidden_layers"])
     if dense < layers:
         raise LayoutError(
