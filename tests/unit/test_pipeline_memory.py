@@ -154,7 +154,7 @@ def test_weight_gradients_that_wait_keep_what_is_predicted(changes: dict[str, An
     later.do("key")
     gc.collect()
     held = {address: size for tensor, address, size in between if tensor() is None}
-    wanted = 24 * model.num_layers * activations.weight_input_bytes(model, 4, experts=bool(experts))
+    wanted = 24 * model.num_layers * activations.weight_input_bytes(model, 4, experts=model.num_experts > 0)
     counts = 8 * model.num_expert_layers * model.num_experts  # of rows for each expert
     assert sum(held.values()) == wanted + counts
 
