@@ -143,6 +143,18 @@ class ParallelModel:
         return self._run is not None and self._run.is_under_way
 
     @property
+    def is_rehearsing(self) -> bool:
+        """True while a pipeline learns what its stages hand on: what is computed then is thrown away."""
+        return self._piece.staged is not None and self._piece.staged.door.is_rehearsal
+
+    @property
+    def rows_under_way(self) -> tuple[int, int] | None:
+        """(step, its first row of that step's batch) of the microbatch whose forward is under way; None outside of
+        `forward_backward`."""
+        moment = self._piece.draws.moment
+        return None if moment is None else (moment.step, moment.first_row)
+
+    @property
     def most_in_flight(self) -> dict[int, int]:
         """By own pipeline stage: the microbatches whose activations were held at once, at most."""
         return {} if self._run is None else dict(self._run.most_held)
