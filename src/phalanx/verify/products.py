@@ -34,7 +34,7 @@ def of_experts(num_ranks: int) -> Layouts:
     if num_ranks == 1:
         return
     everywhere = {"ep": num_ranks}
-    yield f"ddp-ep{num_ranks}", {"dp_shard": num_ranks, "zero_stage": 0} | everywhere
+    yield f"ddp-ep{num_ranks}", everywhere  # the simplest that fits: copies of all but experts
     yield f"zero2-ep{num_ranks}", {"dp_shard": num_ranks, "zero_stage": 2} | everywhere
     for how in ("full", "selective", "sqrt"):
         yield f"zero3-ep{num_ranks}-{how}", _zero3(num_ranks) | everywhere | {"train.recompute": how}
@@ -42,17 +42,17 @@ def of_experts(num_ranks: int) -> Layouts:
     if num_ranks % 2 or num_ranks == 2:
         return
     half = num_ranks // 2
-    yield f"ddp-ep{half}", {"dp_replicate": 2, "dp_shard": half, "zero_stage": 0, "ep": half}
+    yield f"ddp-ep{half}", {"ep": half}
     yield f"hsdp2x{half}-zero3-ep{half}", {"dp_replicate": 2, **_zero3(half), "ep": half}
     yield f"zero3-tp2-ep{half}", {**_zero3(half), "tp": 2, "ep": half}
     yield f"zero3-tp2-whole-sequence-ep{half}", {**_zero3(half), "tp": 2, "sequence_parallel": False, "ep": half}
     yield f"tp2-cp{half}-ep{half}", {"tp": 2, "cp": half, "ep": half}
     yield "zero3-cp2-ep2", {**_zero3(half), "cp": 2, "ep": 2}
     yield f"zero3-cp2-ep{num_ranks}", {**_zero3(half), "cp": 2} | everywhere
-    yield f"ddp-cp2-ep{2}", {"dp_replicate": half, "cp": 2, "ep": 2}
+    yield "ddp-cp2-ep2", {"dp_replicate": half, "cp": 2, "ep": 2}
     for schedule in ("1f1b", "interleaved-zero-bubble", "zb-v", "dualpipe-v"):
         yield f"pp2-zero3-ep{half}-{schedule}", {"pp": 2, "schedule": schedule, **_zero3(half), "ep": half}
-    yield f"pp2-ddp-ep{half}-zb-v", {"pp": 2, "schedule": "zb-v", "dp_shard": half, "zero_stage": 0, "ep": half}
+    yield f"pp2-ddp-ep{half}-zb-v", {"pp": 2, "schedule": "zb-v", "ep": half}
     full = {"train.recompute": "full"}
     yield f"pp2-zero3-ep{half}-full-1f1b", {"pp": 2, "schedule": "1f1b", **_zero3(half), "ep": half} | full
     yield from _products_of_experts(num_ranks)
