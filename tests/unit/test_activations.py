@@ -78,7 +78,9 @@ def test_prediction_is_what_autograd_keeps(changes: dict[str, Any], precision: s
     work = Workload(batch, length, precision, "none", 1024, document_masks=documents)
     # In bf16 autocast also keeps cast weights, which the plan counts as communication: many only of experts.
     cast = 2 * shape.num_expert_layers * experts_params(shape) if precision == "bf16" else 0
-    assert saved.num_bytes - cast == pytest.approx(activation_bytes(shape, work), rel=0.003 if precision == "fp32" else 0.02)
+    assert saved.num_bytes - cast == pytest.approx(
+        activation_bytes(shape, work), rel=0.003 if precision == "fp32" else 0.02
+    )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -8,7 +8,15 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from phalanx.job import checkpoint_checks, expert_checks, fault_checks, kind_checks, pipeline_checks, rank_checks, train_checks
+from phalanx.job import (
+    checkpoint_checks,
+    expert_checks,
+    fault_checks,
+    kind_checks,
+    pipeline_checks,
+    rank_checks,
+    train_checks,
+)
 from phalanx.job.data_checks import QUESTIONS as DATA_QUESTIONS
 from phalanx.job.explain import Finding
 from phalanx.job.model_checks import QUESTIONS as MODEL_QUESTIONS

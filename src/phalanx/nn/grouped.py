@@ -1,16 +1,11 @@
-"""Matrices of several experts in one tensor, and their product with rows that are sorted by expert.
-
-Shape suffixes: E experts, R rows, I width in, O width out.
-"""
+"""Linear layers of several experts in one module. Shape suffixes: E experts, R rows, I width in, O width out."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
+
+from phalanx.mesh.grouped import grouped_linear
 
 
 class GroupedLinear(nn.Module):
@@ -24,68 +19,3 @@ class GroupedLinear(nn.Module):
     def forward(self, x_RI: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         """x_RI: rows of expert 0, then of expert 1, ...; counts_E: of each how many, R in all. Returns [R, O]."""
         return grouped_linear(x_RI, self.weight, counts_E)
-
-
-def grouped_linear(x_RI: torch.Tensor, weight_EOI: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-    """Rows of expert e times weight[e], in the autocast type if there is one. An expert without rows has gradient 0."""
-    kind = x_RI.device.type
-    if torch.is_autocast_enabled(kind) and x_RI.dtype is not torch.float64:
-        low = torch.get_autocast_dtype(kind)
-        x_RI, weight_EOI = x_RI.to(low), weight_EOI.to(low)
-    with torch.autocast(kind, enabled=False):
-        out: torch.Tensor = _GroupedLinear.apply(x_RI, weight_EOI, counts_E)
-    return out
-
-
-class _GroupedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x_RI: torch.Tensor, weight_EOI: torch.Tensor, counts_E: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x_RI, weight_EOI, counts_E)
-        return rows_times(x_RI, weight_EOI.transpose(1, 2), counts_E)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_RO: torch.Tensor) -> Any:  # type: ignore[override]
-        x_RI, weight_EOI, counts_E = ctx.saved_tensors
-        grad_RO = grad_RO.contiguous()
-        needs_x, needs_weight, _ = ctx.needs_input_grad
-        return (
-            rows_times(grad_RO, weight_EOI, counts_E) if needs_x else None,
-            rows_by_rows(grad_RO, x_RI, counts_E) if needs_weight else None,
-            None,
-        )
-
-
-def rows_times(x_RI: torch.Tensor, matrix_EIO: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-    """[R, O]: rows of expert e times matrix[e]."""
-    if _has_kernel(x_RI, matrix_EIO.shape[2]):
-        return F.grouped_mm(x_RI, matrix_EIO, offs=_ends(counts_E))
-    parts = x_RI.split(counts_E.tolist())
-    out = x_RI.new_empty(x_RI.shape[0], matrix_EIO.shape[2])
-    for part, to, matrix in zip(parts, out.split(counts_E.tolist()), matrix_EIO, strict=True):
-        torch.mm(part, matrix, out=to)
-    return out
-
-
-def rows_by_rows(a_RO: torch.Tensor, b_RI: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-    """[E, O, I]: of each expert the product of its rows of a and b, summed over rows."""
-    if _has_kernel(a_RO, b_RI.shape[1]):
-        return F.grouped_mm(a_RO.T, b_RI, offs=_ends(counts_E))
-    sizes = counts_E.tolist()
-    out = a_RO.new_zeros(len(sizes), a_RO.shape[1], b_RI.shape[1])
-    for to, a, b in zip(out, a_RO.split(sizes), b_RI.split(sizes), strict=True):
-        torch.mm(a.T, b, out=to)
-    return out
-
-
-def _ends(counts_E: torch.Tensor) -> torch.Tensor:
-    return counts_E.cumsum(0).to(torch.int32)
-
-
-def _has_kernel(rows: torch.Tensor, other_width: int) -> bool:
-    """torch's grouped product has no fp64, on CUDA bf16 alone, and wants rows of whole 16 bytes."""
-    if not rows.shape[0] or any(width * rows.element_size() % 16 for width in (rows.shape[1], other_width)):
-        return False
-    return rows.dtype is torch.bfloat16 or (rows.device.type == "cpu" and rows.dtype in (torch.float32, torch.float16))

@@ -127,6 +127,7 @@ class Router(nn.Module):
         )
         self.weight = nn.Parameter(torch.empty(shape.num_experts, shape.dim))
         self.bias: torch.Tensor | None
+        self.buffers_are_alike = True  # on all ranks, and nobody needs to make them so
         self.register_buffer("bias", torch.zeros(shape.num_experts) if shape.balance_bias else None)
         self.balance, self.load = balance, Load()
         self.sequences: Sequences = WholeSequences()
@@ -149,6 +150,12 @@ class Router(nn.Module):
             if self.normalize:
                 weights_BTK = weights_BTK / weights_BTK.sum(-1, keepdim=True)
             return Routing(experts_BTK, weights_BTK * self.scale, kept_BTK)
+
+    @torch.no_grad()
+    def move_bias(self, counts_E: torch.Tensor) -> None:
+        """After a step in which `counts_E` tokens chose each expert, over all ranks."""
+        if self.bias is not None:
+            self.bias += self.bias_rate * torch.sign(counts_E.mean() - counts_E).to(self.bias.dtype)
 
     def _kept(self, chosen_BTE: torch.Tensor, experts_BTK: torch.Tensor) -> torch.Tensor | None:
         """Of each sequence the first tokens that chose an expert, as many as it has room for."""
@@ -182,7 +189,7 @@ class _Tell(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss_sum: torch.Tensor, balance: Balance) -> torch.Tensor:  # type: ignore[override]
         ctx.balance = balance
-        return loss_sum.view_as(loss_sum)
+        return loss_sum.clone()  # FSDP hooks no views
 
     @staticmethod
     @once_differentiable

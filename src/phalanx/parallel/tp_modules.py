@@ -55,6 +55,22 @@ def _product(part: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Te
     return linear(x, weight) if getattr(part, SPLITS, False) else F.linear(x, weight)
 
 
+def leave_unsummed(part: nn.Module, name: str, size: int) -> None:
+    """Each rank multiplies its features, and a region around adds up what ranks have made."""
+    if getattr(part, "bias", None) is not None:
+        raise LayoutError(f"{name} has a bias, which every rank would add", fix="leave unsummed out of its rule")
+    part.in_features = size  # type: ignore[assignment]
+
+
+def add_up(part: nn.Module, group: TensorGroup) -> None:
+    """A region's output is a sum over ranks. Routers inside see the same tokens on all of them, and their gradients are
+    added up, too: what a router adds to its own is a rank's share."""
+    for inner in part.modules():
+        if hasattr(inner, "num_alike"):
+            inner.num_alike = group.size  # type: ignore[assignment]
+    part.register_forward_hook(lambda module, args, output: group.leave(output))
+
+
 # Embeddings
 
 

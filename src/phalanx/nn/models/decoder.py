@@ -89,6 +89,13 @@ class Decoder(nn.Module):
         window = self.shape.sliding_window if local else 0
         return self.attention_mask(num_tokens, window, document_ids, x_BTD.dtype, x_BTD.device)
 
+    def after_step(self) -> None:
+        """In a loop of one's own on one process, after each update: biases of routers follow what came to experts."""
+        for block in self.blocks:
+            if block.has_experts:
+                router = block.moe.router
+                router.move_bias(router.load.take(router.num_experts, router.weight.device)[:-1])
+
     def initialize(self, shards: Mapping[str, LogicalShard], seed: int) -> None:
         """Fill this rank's shards."""
         initialize_shards(shards, init_rules(self.shape), seed)
