@@ -69,13 +69,14 @@ class References:
             self._found[count] = failure or read_trace(directory)
         return self._found[count]
 
-    def replay(self, steps: list[list[Batch]], choices: Choices) -> tuple[Trace | str, list[Reroute]]:
-        """(the trace of one process whose routers choose as `choices` say, or why there is none; where they would have
-        chosen something else). Collective."""
+    def replay(self, trace: Trace, steps: list[list[Batch]], choices: Choices) -> tuple[Trace | str, list[Reroute]]:
+        """`trace` again, with routers that choose as `choices` say, or why there is none; and where they would have
+        chosen something else. `steps`: those of the layout. Collective."""
         self._num_replays += 1
-        directory = self.run_dir / f"reference-{self.dtype}-{len(steps[0])}-routed-{self._num_replays}"
+        directory = self.run_dir / f"reference-{self.dtype}-routed-{self._num_replays}"
         said: tuple[str, list[dict[str, Any]]] = "", []
         if self.mesh.rank == 0:
+            steps = self.steps if trace is self._found[len(self.steps[0])] else steps
             failure, reroutes = _write_reference(directory, self.job, self.plan, self.dtype, steps, choices)
             said = failure, [asdict(found) for found in reroutes]
         failure, found = self.mesh.gather_json(said)[0]
