@@ -114,7 +114,9 @@ class ParallelModel:
         self.loss_scale = loss_scale_of(piece.plan)
         if piece.compression is not None:
             piece.compression.loss_scale = self.loss_scale
-        self._loads = RouterLoads.of(self.module, piece.mesh, piece.phases)
+        shape = piece.plan.model_shape
+        expected = shape.num_experts > 0 or not shape.is_known
+        self._loads = RouterLoads.of(self.module, piece.mesh, piece.phases, expected=expected)
         self._run: PipelineRun | None = None
         if piece.staged is not None:
             scaled = self._scaled_share
