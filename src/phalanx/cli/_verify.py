@@ -129,9 +129,7 @@ def _listed(numbers: Iterable[int]) -> str:
     return " or ".join(map(str, sorted(numbers)))
 
 
-def _layouts(
-    asked: str, own: dict[str, Any], num_ranks: int, *, has_experts: bool
-) -> list[tuple[str, dict[str, Any]]]:
+def _layouts(asked: str, own: dict[str, Any], num_ranks: int, *, has_experts: bool) -> list[tuple[str, dict[str, Any]]]:
     """By name: "asked" is the job's own, "all" every one of these ranks that can be meant for the model, else names of
     those with commas between."""
     if asked == "asked":
@@ -316,7 +314,9 @@ def describe_row(row: Mapping[str, Any]) -> list[str]:
     if row["flips"]:
         more = len(row["flips"]) - 1
         lines.append(f"        flip    {row['flips'][0]['text']}" + (f"; and {more} more" if more else ""))
-        lines.append("        note    routing flips are near-ties: judged beside one process that routes as the layout does")
+        lines.append(
+            "        note    routing flips are near-ties: judged beside one process that routes as the layout does"
+        )
     return lines + [f"        note    {note}" for note in row["notes"]]
 
 

@@ -10,14 +10,14 @@ from phalanx.verify.trace_facts import BUFFERS
 
 ROUTER, BIAS, EXPERTS = ".router.weight", ".router.bias", ".moe.experts."
 BIAS_MOVED = (
-    "its bias was moved by other counts than those of the whole batch: the loads of some ranks are missing, counted twice, "
-    "or a rank does not move it"
+    "its bias was moved by other counts than those of the whole batch: the loads of some ranks are missing, counted "
+    "twice, or a rank does not move it"
 )
 
 
 class ExpertCauses:
-    """Words for a difference that lies with routers or experts; empty where it does not. `ep`: ranks that have different
-    experts; `tp` and `cp` as everywhere."""
+    """Words for a difference that lies with routers or experts; empty where it does not. `ep`: ranks that have
+    different experts; `tp` and `cp` as everywhere."""
 
     def __init__(self, compared: Comparison, *, ep: int, tp: int, cp: int) -> None:
         self._compared, self._ep, self._tp, self._cp = compared, ep, tp, cp
@@ -30,16 +30,18 @@ class ExpertCauses:
             sizes = self._compared.trace.sizes
             if bias in sizes.get(BUFFERS, {}) and self._compared.error(BUFFERS, bias) > 1e-3:
                 return f"it is no near-tie, and gradients agree: {BIAS_MOVED}"
-            return "it is no near-tie, and all before it agrees: the router has other weights than one process, or a stale bias"
+            return "it is no near-tie, and all before it agrees: the router has other weights, or a stale bias"
         place = self._routers.index(weight) if weight in self._routers else 0
         if place == 0:
-            words = "it is no near-tie, and no router comes before it: it sees the hidden states of other tokens, or sums"
+            words = (
+                "it is no near-tie, and no router comes before it: it sees the hidden states of other tokens, or sums"
+            )
             return f"{words} of a part of them" if self._tp > 1 else f"{words} them otherwise"
         before = self._routers[place - 1].removesuffix(ROUTER)
         capacity = ", or capacity is counted per rank" if self._cp > 1 else ""
         return (
-            f"it is no near-tie, and the router of {before} chooses as it should, so hidden states go wrong between them: "
-            f"rows of experts come back to other tokens, or with other weights{capacity}"
+            f"it is no near-tie, and the router of {before} chooses as it should, so hidden states go wrong between "
+            f"them: rows of experts come back to other tokens, or with other weights{capacity}"
         )
 
     def of_buffer(self, name: str) -> str:
@@ -59,12 +61,12 @@ class ExpertCauses:
         factors = [self._compared.factor(kind, off, rank) for rank in ranks]
         if all(factor is not None and abs(factor / self._ep - 1) < 1e-3 for factor in factors):
             return (
-                f"gradients of experts are {self._ep} x the reference: the mean over the ranks that hold the same experts "
-                f"was not divided by ep {self._ep}"
+                f"gradients of experts are {self._ep} x the reference: the mean over the ranks that hold the same "
+                f"experts was not divided by ep {self._ep}"
             )
         return (
-            "only gradients of experts differ: they are reduced over ranks that hold other experts, or not over all that "
-            "hold the same"
+            "only gradients of experts differ: they are reduced over ranks that hold other experts, or not over all "
+            "that hold the same"
         )
 
     def _of_balance(self, off: Sequence[str]) -> str:
@@ -77,8 +79,8 @@ class ExpertCauses:
             return ""  # told apart by whether parts add up
         over = [words for size, words in ((self._tp, "counted by each rank of tp"), (self._cp, _OF_A_PART)) if size > 1]
         return (
-            f"the loss agrees, and what comes behind {self._compared.trace.order[last]} does: the balance loss of routers "
-            f"is {', or '.join(over) or 'weighed otherwise'}"
+            f"the loss agrees, and what comes behind {self._compared.trace.order[last]} does: the balance loss of "
+            f"routers is {', or '.join(over) or 'weighed otherwise'}"
         )
 
 

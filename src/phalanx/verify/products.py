@@ -70,10 +70,8 @@ def _products_of_experts(num_ranks: int) -> Layouts:
     yield f"zero3-tp2-cp2-ep{over_both}", {**_zero3(shards), "tp": 2, "cp": 2, "ep": over_both}
     yield f"hsdp2x{over_both}-zero3-cp2-ep{over_both}", {"dp_replicate": 2, **_zero3(shards), "cp": 2, "ep": over_both}
     yield f"hsdp2x{shards}-zero3-tp2-ep{shards}", {"dp_replicate": 2, **_zero3(shards), "tp": 2, "ep": shards}
-    yield f"pp2-hsdp2x{shards}-zero3-ep{shards}-1f1b", {
-        **{"pp": 2, "schedule": "1f1b", "dp_replicate": 2, "ep": shards},
-        **_zero3(shards),
-    }
+    pp = {"pp": 2, "schedule": "1f1b", "dp_replicate": 2}
+    yield f"pp2-hsdp2x{shards}-zero3-ep{shards}-1f1b", {**pp, **_zero3(shards), "ep": shards}
 
 
 def _zero3(shards: int) -> dict[str, Any]:

@@ -1,16 +1,18 @@
 """What routers choose: noted in one process and on every rank of a layout, compared, and repeated in one process.
 
-In float32 a layout rounds a token's scores otherwise than one process does. Where the last expert that is chosen and the
-first that is not are as good as equal, either choice is right, and all that follows depends on it. So the reference is
-run again with the layout's choices: what it would have chosen differently must then be a near-tie, and all else equal.
+In float32 a layout rounds a token's scores otherwise than one process does. Where the last expert that is chosen and
+the first that is not are as good as equal, either choice is right, and all that follows depends on it. So the reference
+is run again with the layout's choices: what it would have chosen differently must then be a near-tie, and all else
+equal.
 
 Choices: key -> [rows of the batch, T, K] int64, the numbers of a token's experts in ascending order, -1 where nobody
-chose. A key is "PHASE/ROUTER", with the phases "step-0", ..., "evaluation" and "optimizer-0", ... Shape suffixes: R rows
-of the step's batch, B rows of a forward, T tokens of a sequence, K experts per token, E experts.
+chose. A key is "PHASE/ROUTER", with the phases "step-0", ..., "evaluation" and "optimizer-0", ... Shape suffixes: B
+rows of a forward, T tokens of a sequence, K experts per token, E experts.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from phalanx.mesh.logical import full_name
-from phalanx.nn.routing import Router
+from phalanx.nn.routing import Choose, Router
 from phalanx.parallel.model import ParallelModel
 from phalanx.verify.flips import EVALUATION, Reroute
 
@@ -45,12 +47,7 @@ class Routes:
         self._forced = forced or {}
         self._phase, self._parts = "", dict[str, list[torch.Tensor]]()
         for name, router in routers_of(module).items():
-            choose = router.choose
-
-            def noted(scores_BTE: torch.Tensor, per_token: int, name: str = name, choose=choose) -> torch.Tensor:  # type: ignore[no-untyped-def]
-                return self._note(name, scores_BTE, choose(scores_BTE, per_token))
-
-            router.choose = noted
+            router.choose = functools.partial(self._choose, name, router.choose)
 
     @contextmanager
     def of(self, phase: str) -> Iterator[None]:
@@ -65,7 +62,8 @@ class Routes:
     def found(self) -> dict[str, torch.Tensor]:
         return {key: torch.cat(parts) for key, parts in self._parts.items()}
 
-    def _note(self, name: str, scores_BTE: torch.Tensor, experts_BTK: torch.Tensor) -> torch.Tensor:
+    def _choose(self, name: str, choose: Choose, scores_BTE: torch.Tensor, per_token: int) -> torch.Tensor:
+        experts_BTK = choose(scores_BTE, per_token)
         if not self._phase:
             return experts_BTK
         key = f"{self._phase}/{name}"
@@ -101,14 +99,20 @@ class Watch:
     def attach(self, model: ParallelModel, phase: Callable[[int], str]) -> None:
         """Note its choices; `phase` names its steps, counted from 0."""
         for name, router in routers_of(model.module).items():
-            choose = router.choose
+            router.choose = functools.partial(self._choose, model, phase, name, router.choose)
 
-            def noted(scores_BTE: torch.Tensor, per_token: int, name: str = name, choose=choose) -> torch.Tensor:  # type: ignore[no-untyped-def]
-                experts_BTK: torch.Tensor = choose(scores_BTE, per_token)
-                self._note(model, phase, name, experts_BTK)
-                return experts_BTK
-
-            router.choose = noted
+    def _choose(
+        self,
+        model: ParallelModel,
+        phase: Callable[[int], str],
+        name: str,
+        choose: Choose,
+        scores_BTE: torch.Tensor,
+        per_token: int,
+    ) -> torch.Tensor:
+        experts_BTK = choose(scores_BTE, per_token)
+        self._note(model, phase, name, experts_BTK)
+        return experts_BTK
 
     def _note(self, model: ParallelModel, phase: Callable[[int], str], name: str, experts_BTK: torch.Tensor) -> None:
         """The first of a forward: a block that is computed again, for its gradients, chooses again."""
@@ -186,7 +190,7 @@ def are_alike(some: Choices, others: Choices) -> bool:
 
 
 def disagreement(choices: Choices) -> tuple[str, int, int] | None:
-    """(key, row, token) of the first token that ranks route differently, or that nobody routes; None if there is none."""
+    """(key, row, token) of the first token that ranks route differently, or that nobody routes."""
     for key, choice in choices.items():
         odd = (choice < 0).any(-1).nonzero()
         if len(odd):

@@ -69,4 +69,7 @@ class Row:
 
     def to_json(self) -> dict[str, Any]:
         flips = [asdict(flip) | {"text": str(flip)} for flip in self.flips]
-        return asdict(self) | {"flips": flips, "first": asdict(self.first) | {"text": str(self.first)} if self.first else None}
+        return asdict(self) | {
+            "flips": flips,
+            "first": asdict(self.first) | {"text": str(self.first)} if self.first else None,
+        }

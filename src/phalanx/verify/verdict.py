@@ -29,8 +29,8 @@ class Judge:
     """Compares what all ranks of a layout saw with the trace.
 
     `data_parallel_size`: shares of the batch's tokens. `tp`: ranks that work on the same one. `cp`: ranks that share
-    its sequences. `ep`: ranks that have different experts. `pipeline`: how the model is cut. `misrouted`: the first token that goes to another expert than in one
-    process, and not because of a near-tie.
+    its sequences. `ep`: ranks that have different experts. `pipeline`: how the model is cut. `misrouted`: the first
+    token that goes to another expert than in one process, and not because of a near-tie.
     """
 
     def __init__(
