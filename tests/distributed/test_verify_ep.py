@@ -32,7 +32,7 @@ def rows_with(plant: Plant | None, num_ranks: int, only: tuple[str, ...], *dtype
 
 
 EVERY_2, EVERY_4 = (tuple(name for name, _ in of_experts(num_ranks)) for num_ranks in (2, 4))
-OF_EACH_KIND = ("zero3-tp2-ep2", "zero3-cp2-ep4", "pp2-zero3-ep2-zb-v", "pp2-ddp-ep2-zb-v")
+OF_EACH_KIND = ("zero3-cp2-ep4", "pp2-zero3-ep2-zb-v", "pp2-ddp-ep2-zb-v")
 PRODUCTS = ("pp2-zero3-tp2-ep2-zb-v", "pp2-zero3-cp2-ep4-1f1b", "zero3-tp2-cp2-ep4", "hsdp2x4-zero3-ep4")
 
 
