@@ -23,12 +23,13 @@ from phalanx.bench.machine import cpu_model, num_cores
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES
 from phalanx.verify.cases import all_layouts, compressed_layouts
 from phalanx.verify.pipelines import pipelined
+from phalanx.verify.products import of_experts, products
 
 HERE = Path(__file__).parent
 SOME = "ddp,zero3,ddp-tp2,zero3-tp2,tp4"
 ON_EIGHT = (
     "ddp,zero1,zero3,hsdp2x4-zero3,hsdp4x2-zero1,ddp-tp2,zero1-tp2,zero3-tp2,hsdp2x2-zero3-tp2,ddp-tp4,zero3-tp4,tp8,"
-    "tp8-whole-sequence,tp8-chunks"
+    "tp8-whole-sequence,tp8-chunks,cp8,cp8-all-gather,ddp-cp2,zero3-cp4,tp2-cp4,hsdp4x2-zero3-cp2"
 )
 ON_FOUR_STAGED = ",".join(name for name, _ in pipelined(4))
 ON_EIGHT_STAGED = ",".join(
@@ -44,6 +45,15 @@ STAGED = (
     "model.vocab_size=251",
     "data.seq_len=16",
 )
+PRODUCTS = ",".join(
+    [name for name, _ in products(8)] + ["pp2-zero3-tp2-1f1b", "pp2-zero3-tp2-zb-v", "hsdp2x2-zero3-tp2"]
+)
+PRODUCTS_OF_EXPERTS = (
+    "hsdp2x4-zero3-ep4,pp2-zero3-tp2-ep2-1f1b,pp2-zero3-tp2-ep2-zb-v,pp2-zero3-cp2-ep4-1f1b,zero3-tp2-cp2-ep4,"
+    "hsdp2x4-zero3-cp2-ep4,hsdp2x2-zero3-tp2-ep2,zero3-ep8"
+)
+WITH_EXPERTS = ",".join(["ddp", "tp4", "cp4", *(name for name, _ in of_experts(4))])
+BALANCED = ("model.expert_capacity=1.0", "model.balance_loss=0.05", "model.balance_bias=0.01", "data.seq_len=32")
 OF_EACH_KIND = "ddp,zero3,zero3-full,tp2,pp2-1f1b"
 HF_CONFIGS = Path(tempfile.gettempdir()) / "phalanx-hf-configs"  # written by main()
 EIGHT_HEADS = ("model.dim=64", "model.num_layers=2", "model.num_heads=8", "model.num_kv_heads=2", "data.seq_len=32")
@@ -73,6 +83,14 @@ JUDGED = (
     Judged("pipelines", 4, ON_FOUR_STAGED, (*STAGED, "model.num_layers=8", "model.tie_embeddings=true")),
     Judged("pipelines", 8, ON_EIGHT_STAGED, (*STAGED, "model.num_layers=7")),
     Judged("pipelines", 8, ALONE_ON_EIGHT, (*STAGED, "model.num_layers=15", "model.tie_embeddings=true")),
+    Judged("products of axes", 8, PRODUCTS, (*STAGED, "model.num_layers=4", "model.num_kv_heads=4")),
+    Judged("experts, as in Mixtral", 4, WITH_EXPERTS, ("--shrink", "--model=mixtral-8x7b", "data.seq_len=32")),
+    Judged("experts, as in Mixtral", 8, PRODUCTS_OF_EXPERTS, ("--shrink", "--model=mixtral-8x7b", "data.seq_len=32")),
+    Judged("experts, as in DeepSeek, balanced", 4, WITH_EXPERTS, ("--shrink", "--model=small-deepseek", *BALANCED)),
+    Judged(
+        "experts, as in DeepSeek, balanced", 8, PRODUCTS_OF_EXPERTS, ("--shrink", "--model=small-deepseek", *BALANCED)
+    ),
+    Judged("experts, as in Qwen 3", 4, "ddp,zero3-ep4,zero3-tp2-ep2,cp4-ep4", ("--shrink", "--model=qwen3-30b-a3b")),
     Judged("tied, GPT-style: learned positions, biases, LayerNorm", 4, SOME, ("--shrink", "--model=gpt2")),
     Judged("grouped queries, two key heads on four ranks", 4, SOME, ("--shrink", "--model=llama3-8b")),
     Judged("norms of queries and keys, tied", 4, SOME, ("--shrink", "--model=qwen3-0.6b")),
@@ -127,6 +145,8 @@ def lines_of(judged: Judged, rows: list[dict[str, Any]]) -> list[str]:
             errors = (
                 "" if row is None else ", ".join(f"{k} {row['errors'][k]:.0e}" for k in ERRORS if k in row["errors"])
             )
+            flips = len(row["flips"]) if row is not None else 0
+            errors += f" (flipped: {flips})" if flips else ""
             cells.append(errors if row is None or row["ok"] else f"**differs**: {(row['first'] or {}).get('text', '')}")
         found.append(f"| {layout} | {judged.ranks} | {cells[0]} | {cells[1]} |")
     return found

@@ -73,7 +73,7 @@ def judge_all(
     if plant is not None:
         plant()
     judged = judged_job(job, num_ranks)
-    layouts = [(name, keys) for name, keys in all_layouts(num_ranks) if not only or name in only]
+    layouts = [(name, keys) for name, keys in all_layouts(num_ranks, experts=True) if not only or name in only]
     layouts = list(compressed_layouts(num_ranks)) if compressed else layouts
     cases = make_cases(judged, layouts, num_ranks=num_ranks, cluster=CPU, shape=shape)
     work = [

@@ -302,7 +302,7 @@ def test_what_is_refused_is_told_once_for_each_reason() -> None:
 
 def test_a_layout_that_was_named_and_refused_is_no_success() -> None:
     """One of all may be; one in float64 alone, too."""
-    equal = {"ok": True, "layout": "ddp", "dtype": "float32", "compress": "none"}
+    equal = {"ok": True, "layout": "ddp", "dtype": "float32", "compress": "none", "flips": []}
     refused = {"ok": None, "layout": "zero3-sqrt", "dtype": "float32", "refused": "no blocks", "compress": "none"}
     table = Table(as_json=True)
     table.rows = [equal, refused]

@@ -90,7 +90,8 @@ def _choose(request: Request) -> tuple[Job, list[Case], list[str]]:
     job, notes = load_job(job_file, overrides), []
     parallel = asked_layout(job)
     num_ranks = request.ranks or job.parallel.ranks or _product(parallel) or DEFAULT_RANKS
-    layouts = _layouts(request.layouts, parallel, num_ranks)
+    has_experts = not job.model.is_foreign and shape_of(job, SMALL_VOCAB).num_experts > 0
+    layouts = _layouts(request.layouts, parallel, num_ranks, has_experts=has_experts)
     if request.shrink:
         job, said = shrunk(job, num_blocks=num_blocks_for(keys for _, keys in layouts))
         notes.append(f"shrunk  {said or 'nothing: it is small'}")
@@ -128,13 +129,14 @@ def _listed(numbers: Iterable[int]) -> str:
     return " or ".join(map(str, sorted(numbers)))
 
 
-def _layouts(asked: str, own: dict[str, Any], num_ranks: int) -> list[tuple[str, dict[str, Any]]]:
-    """By name: "asked" is the job's own, "all" every one of these ranks, else names of those with commas between."""
+def _layouts(asked: str, own: dict[str, Any], num_ranks: int, *, has_experts: bool) -> list[tuple[str, dict[str, Any]]]:
+    """By name: "asked" is the job's own, "all" every one of these ranks that can be meant for the model, else names of
+    those with commas between."""
     if asked == "asked":
         return [("asked", own)]
-    known = dict([*all_layouts(num_ranks), *compressed_layouts(num_ranks)])
     if asked == "all":
-        return list(known.items())
+        return [*all_layouts(num_ranks, experts=has_experts), *compressed_layouts(num_ranks)]
+    known = dict([*all_layouts(num_ranks, experts=True), *compressed_layouts(num_ranks)])
     wanted = [name.strip() for name in asked.split(",")]
     for name in wanted:
         if name not in known:
@@ -145,7 +147,7 @@ def _layouts(asked: str, own: dict[str, Any], num_ranks: int) -> list[tuple[str,
 
 def _product(parallel: dict[str, Any]) -> int:
     product = 1
-    for axis in ("pp", "dp_replicate", "dp_shard", "tp"):
+    for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
         product *= parallel.get(axis, 1)
     return product if product > 1 else 0
 
@@ -261,6 +263,8 @@ class Table:
         exact = [row for row in judged if row["compress"] == "none"]
         rounded = [row for row in judged if row["compress"] != "none"]
         parts = [f"{sum(row['ok'] for row in exact)} of {len(exact)} rows equal the reference"] if exact else []
+        flipped = sum(bool(row["ok"] and row["flips"]) for row in judged)
+        parts += [f"{flipped} of them routed alike, since a near-tie flipped"] if flipped else []
         if rounded:
             good = sum(row["ok"] for row in rounded)
             parts += [f"{good} of {len(rounded)} with compressed gradients do what they should"]
@@ -299,12 +303,20 @@ def describe_row(row: Mapping[str, Any]) -> list[str]:
         for name in ("loss", "norm", "gradient", "sent", "weight", "buffer", "evaluation", "update")
         if name in row["errors"]
     )
-    head = ("equal  " if row["compress"] == "none" else "lossy  ") if row["ok"] else "DIFFERS"
+    head = "DIFFERS"
+    if row["ok"]:
+        head = "lossy  " if row["compress"] != "none" else "flipped" if row["flips"] else "equal  "
     lines = [
         f"{head} {row['layout']:<34} {row['dtype']}  {errors}  (allowed {row['tolerance']:.0e}, {row['wall_s']:.1f} s)"
     ]
     if row["first"]:
         lines += [f"        first   {row['first']['text']}", f"        perhaps {row['first']['cause']}"]
+    if row["flips"]:
+        more = len(row["flips"]) - 1
+        lines.append(f"        flip    {row['flips'][0]['text']}" + (f"; and {more} more" if more else ""))
+        lines.append(
+            "        note    routing flips are near-ties: judged beside one process that routes as the layout does"
+        )
     return lines + [f"        note    {note}" for note in row["notes"]]
 
 

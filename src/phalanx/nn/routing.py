@@ -40,6 +40,17 @@ class Sequences(Protocol):
         """Of whole sequences, where this rank has `num_tokens` of each."""
 
 
+class Choose(Protocol):
+    """The seam at which experts are chosen."""
+
+    def __call__(self, scores_BTE: torch.Tensor, per_token: int) -> torch.Tensor:
+        """Scores with the bias, without a gradient -> [B, T, K], numbers of experts."""
+
+
+def best(scores_BTE: torch.Tensor, per_token: int) -> torch.Tensor:
+    return scores_BTE.topk(per_token, dim=-1).indices
+
+
 class WholeSequences:
     """A rank has all tokens of its sequences."""
 
@@ -120,6 +131,7 @@ class Router(nn.Module):
         self.register_buffer("bias", torch.zeros(shape.num_experts) if shape.balance_bias else None)
         self.balance, self.load = balance, Load()
         self.sequences: Sequences = WholeSequences()
+        self.choose: Choose = best
         self.num_alike = 1  # ranks that route the same tokens alike, and whose gradients are added up
 
     def forward(self, x_BTD: torch.Tensor) -> Routing:
@@ -129,7 +141,7 @@ class Router(nn.Module):
             logits_BTE = F.linear(x_BTD.to(wide), self.weight.to(wide))
             scores_BTE = logits_BTE.softmax(-1) if self.scores == "softmax" else logits_BTE.sigmoid()
             chosen_by = scores_BTE.detach() if self.bias is None else scores_BTE.detach() + self.bias
-            experts_BTK = chosen_by.topk(self.per_token, dim=-1).indices
+            experts_BTK = self.choose(chosen_by, self.per_token)
             chosen_BTE = torch.zeros_like(scores_BTE, dtype=torch.int64).scatter_(-1, experts_BTK, 1)
             kept_BTK = self._kept(chosen_BTE, experts_BTK)
             if torch.is_grad_enabled() and scores_BTE.requires_grad:

@@ -75,6 +75,11 @@ class Draws:
         """A recomputation begins inside a module: asked in the forward for what must be known there, too."""
         self._moment: Moment | None = None
 
+    @property
+    def moment(self) -> Moment | None:
+        """The forward under way inside of `microbatch`."""
+        return self._moment
+
     @contextmanager
     def microbatch(self, step: int, first_row: int, num_rows: int) -> Iterator[None]:
         """Inside, layers draw for these rows of the batch of `step`; outside of it, torch does."""

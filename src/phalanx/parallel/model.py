@@ -114,7 +114,9 @@ class ParallelModel:
         self.loss_scale = loss_scale_of(piece.plan)
         if piece.compression is not None:
             piece.compression.loss_scale = self.loss_scale
-        self._loads = RouterLoads.of(self.module, piece.mesh, piece.phases)
+        shape = piece.plan.model_shape
+        expected = shape.num_experts > 0 or not shape.is_known
+        self._loads = RouterLoads.of(self.module, piece.mesh, piece.phases, expected=expected)
         self._run: PipelineRun | None = None
         if piece.staged is not None:
             scaled = self._scaled_share
@@ -143,6 +145,18 @@ class ParallelModel:
     def is_amid_schedule(self) -> bool:
         """True once an error has left a pipeline's schedule half done: this rank's word alone, the others wait."""
         return self._run is not None and self._run.is_under_way
+
+    @property
+    def is_rehearsing(self) -> bool:
+        """True while a pipeline learns what its stages hand on: what is computed then is thrown away."""
+        return self._piece.staged is not None and self._piece.staged.door.is_rehearsal
+
+    @property
+    def rows_under_way(self) -> tuple[int, int] | None:
+        """(step, its first row of that step's batch) of the microbatch whose forward is under way; None outside of
+        `forward_backward`."""
+        moment = self._piece.draws.moment
+        return None if moment is None else (moment.step, moment.first_row)
 
     @property
     def most_in_flight(self) -> dict[int, int]:

@@ -29,12 +29,15 @@ class RouterLoads:
     routers: dict[str, nn.Module]
     mesh: Mesh
     phases: Phases
+    group: dist.ProcessGroup | None
     found: dict[str, ExpertLoad] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, module: nn.Module, mesh: Mesh, phases: Phases) -> RouterLoads:
+    def of(cls, module: nn.Module, mesh: Mesh, phases: Phases, *, expected: bool) -> RouterLoads:
+        """`expected`: a stage of the model may have routers. Collective: ranks whose stages have none open the group,
+        too, for torch counts the groups that each rank has opened."""
         routers = {full_name(name): part for name, part in module.named_modules() if is_router(part)}
-        return cls(routers, mesh, phases)
+        return cls(routers, mesh, phases, mesh.stage_group() if expected or routers else None)
 
     def reduce(self) -> None:
         """`found` becomes that of the step, by one all-reduce over the ranks with the same stages."""
@@ -45,10 +48,9 @@ class RouterLoads:
         every = torch.cat(parts)
         if not self.mesh.counts_samples:  # of ranks that see the same tokens one counts
             every = torch.zeros_like(every)
-        group = self.mesh.stage_group()
-        if group is not None:
+        if self.group is not None:
             with self.phases("collective", "all_reduce loads of experts"):
-                dist.all_reduce(every, group=group)
+                dist.all_reduce(every, group=self.group)
         self.found = {}
         for name, part in zip(self.routers, every.split([len(part) for part in parts]), strict=True):
             *counts, dropped = part.tolist()

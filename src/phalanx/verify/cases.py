@@ -18,10 +18,11 @@ from phalanx.plan.cluster import Cluster
 from phalanx.plan.data_parallel import KEYS
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
-from phalanx.verify import contexts, pipelines
+from phalanx.verify import contexts, pipelines, products
 
 NUM_MICROBATCHES = 2
 ROWS_PER_RANK = 2  # of each microbatch
+SMALL_EXPERTS = 8
 SMALL_VOCAB = 251  # a prime: some rank has less of the embedding than the others
 MAX_SEQ_LEN = 64
 WAYS = (*KEYS, "blocks_per_unit")
@@ -29,7 +30,8 @@ WAYS = (*KEYS, "blocks_per_unit")
 _WAYS = {key: Parallel.model_fields[key].default for key in WAYS}
 
 
-AXES = ("dp_replicate", "dp_shard", "zero_stage", "tp", "sequence_parallel", *contexts.AXES, *pipelines.AXES)
+AXES = ("dp_replicate", "dp_shard", "zero_stage", "tp", "sequence_parallel", *contexts.AXES)
+AXES += (*products.EXPERT_AXES, *pipelines.AXES)
 _NONE = {key: Parallel.model_fields[key].default for key in AXES}
 
 
@@ -69,7 +71,7 @@ def shrunk(job: Job, *, num_blocks: int = 2) -> tuple[Job, str]:
     groups = max(1, shape.num_heads // max(1, shape.num_kv_heads))
     heads = groups * max(1, 4 // groups)
     small: dict[str, Any] = {
-        "num_layers": min(shape.num_layers, max(2, num_blocks, shape.global_every)),
+        "num_layers": min(shape.num_layers, max(2 + min(shape.num_dense_layers, 1), num_blocks, shape.global_every)),
         "num_heads": heads,
         "num_kv_heads": heads // groups,
         "head_dim": 8,
@@ -81,6 +83,8 @@ def shrunk(job: Job, *, num_blocks: int = 2) -> tuple[Job, str]:
         small = {key: value for key, value in small.items() if key != "num_kv_heads"} | ranks
     if shape.vocab_size:
         small["vocab_size"] = min(shape.vocab_size, SMALL_VOCAB)
+    if shape.num_experts:
+        small |= _few_experts(shape)
     if shape.sliding_window:
         small["sliding_window"] = min(shape.sliding_window, MAX_SEQ_LEN // 4)
     body = job.to_json()
@@ -88,6 +92,18 @@ def shrunk(job: Job, *, num_blocks: int = 2) -> tuple[Job, str]:
     body["model"] |= changed
     said = ", ".join(f"{key} {getattr(shape, key)} -> {value}" for key, value in changed.items())
     return _job(body), said
+
+
+def _few_experts(shape: ModelShape) -> dict[str, Any]:
+    """At least two blocks with them, and a width that no two ranks of tp halve evenly by four."""
+    dense = min(shape.num_dense_layers, 1)
+    return {
+        "num_experts": min(shape.num_experts, SMALL_EXPERTS),
+        "experts_per_token": min(shape.experts_per_token, 3),
+        "num_shared_experts": min(shape.num_shared_experts, 2),
+        "expert_ffn_dim": 22,
+        "num_dense_layers": dense,
+    }
 
 
 def asked_layout(job: Job) -> dict[str, Any]:
@@ -104,8 +120,8 @@ def compressed_layouts(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"ddp-{kind}", {"dp_replicate": num_ranks, "compress": kind}
 
 
-def all_layouts(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every layout of exactly `num_ranks` ranks that can be named today."""
+def all_layouts(num_ranks: int, *, experts: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every layout of exactly `num_ranks` ranks that can be named today; with `experts` those that spread them, too."""
     for tp in (d for d in range(1, num_ranks + 1) if num_ranks % d == 0):
         for name, axes in _data_parallel(num_ranks // tp):
             if tp == 1:
@@ -124,6 +140,9 @@ def all_layouts(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
     yield from data_parallel_variants(num_ranks)
     yield from contexts.contexts(num_ranks)
     yield from pipelines.pipelined(num_ranks)
+    yield from products.products(num_ranks)
+    if experts:
+        yield from products.of_experts(num_ranks)
 
 
 def _data_parallel(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -6,8 +6,10 @@ import math
 from collections.abc import Sequence
 
 from phalanx.plan.pipeline.planned import Pipeline
+from phalanx.verify.causes_of_experts import ExpertCauses
 from phalanx.verify.causes_of_stages import OTHER_MICROBATCH, StageCauses
 from phalanx.verify.compare import NO_DOTS, Comparison
+from phalanx.verify.flips import Reroute
 from phalanx.verify.trace_facts import gradients_of
 
 NOT_FINITE = "it is not a finite number"
@@ -27,13 +29,14 @@ KEYS_LOST = (
 
 class Causes:
     """What a difference looks like, in words. `dp`: shares of the batch's tokens; `tp`: ranks that work on the same
-    one; `cp`: ranks that share its sequences."""
+    one; `cp`: ranks that share its sequences; `ep`: ranks that have different experts."""
 
     def __init__(
-        self, compared: Comparison, *, dp: int, tp: int, cp: int = 1, pipeline: Pipeline | None = None
+        self, compared: Comparison, *, dp: int, tp: int, cp: int = 1, ep: int = 1, pipeline: Pipeline | None = None
     ) -> None:
         self._compared, self._trace, self._seen = compared, compared.trace, compared.seen
         self._dp, self._tp, self._cp = dp, tp, cp
+        self._experts = ExpertCauses(compared, ep=ep, tp=tp, cp=cp)
         self._stages = None if pipeline is None else StageCauses(compared, pipeline)
 
     def of_loss(self, found: float, step: int) -> str:
@@ -61,6 +64,14 @@ class Causes:
         words += [CUT_WRONG] if self._tp > 1 else []
         words += [SEQUENCES_CUT_WRONG] if self._cp > 1 else []
         return "; or ".join(words) or _multiple("it", found / wanted if wanted else math.inf, self._dp)
+
+    def of_routing(self, found: Reroute) -> str:
+        words = [self._experts.of_routing(found)]
+        if found.phase == "step-0":
+            words += [OTHER_MICROBATCH] if self._stages else []
+            words += [CUT_WRONG] if self._tp > 1 else []
+            words += [SEQUENCES_CUT_WRONG] if self._cp > 1 else []
+        return "; or ".join(words)
 
     def of_norm(self, found: float, step: int) -> str:
         if found - found != 0:
@@ -94,7 +105,8 @@ class Causes:
         if what == "initial weight":
             return "initial weights depend on the layout"
         if what == "buffer":
-            return "gradients and weights agree, so a rank moves it by its own share of the batch, or not at all"
+            usual = "gradients and weights agree, so a rank moves it by its own share of the batch, or not at all"
+            return self._experts.of_buffer(name) or usual
         if what == "update" and self._trace.has_no_gradient(name):
             return "in one process it has no gradient and stays; here it is updated (decay, say): freeze it"
         if what == "update":
@@ -118,8 +130,9 @@ class Causes:
             listed = ", ".join(f"{factor:.4g} x on rank {rank}" for rank, factor in enumerate(scaled[:4]))
             return f"each rank scaled its gradients by a factor of its own ({listed}): clipped by local norms"
         in_stages = self._stages.of_gradient(kind, name, off) if self._stages else ""
-        if in_stages:
-            return in_stages
+        found = in_stages or self._experts.of_gradient(kind, off, ranks)
+        if found:
+            return found
         if len(ranks) < len(self._compared.holders(name)):
             return f"only rank {', '.join(map(str, ranks))} differs: its part was not reduced, or is stale"
         factor = self._compared.factor(kind, [name], ranks[0])

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from phalanx.verify.flips import Reroute
+
 ROWS = "rows.jsonl"
 
 
@@ -61,7 +63,13 @@ class Row:
     notes: tuple[str, ...] = ()
     compress: str = "none"
     """How gradients were compressed: `ok` is then not equality, and a note says what it is."""
+    flips: tuple[Reroute, ...] = ()
+    """Near-ties of routers that the layout turns: `ok` is then equality with one process that routes as it does."""
     wall_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"first": asdict(self.first) | {"text": str(self.first)} if self.first else None}
+        flips = [asdict(flip) | {"text": str(flip)} for flip in self.flips]
+        return asdict(self) | {
+            "flips": flips,
+            "first": asdict(self.first) | {"text": str(self.first)} if self.first else None,
+        }

@@ -63,11 +63,12 @@ def write_trace(
     *,
     evaluate: Callable[[nn.Module], float],
     updated: tuple[nn.Module, Iterable[AloneStep]] | None = None,
-    exact: Path | None = None,
+    exact: Callable[[], Path | None] = lambda: None,
 ) -> None:
     """Run `steps`, which change `module`, and keep all that they show. Atomic enough: trace.json is written last.
 
-    `exact`: the directory of the same steps in float64, which tells how much of a tensor is rounding.
+    `exact`: asked after the steps for the directory of the same in float64, which tells how much of a tensor is
+    rounding.
     """
     directory.mkdir(parents=True, exist_ok=True)  # a group that crashed may have begun
     sizes = {INITIAL: _save(directory / INITIAL, dict(module.named_parameters()))}
@@ -86,8 +87,9 @@ def write_trace(
     if updated is not None:
         sizes[UPDATED] = _run_and_save(directory, *updated)
     body = {"dtype": dtype, "lr": lr, "steps": [asdict(step) for step in kept], "sizes": sizes, **asdict(seen)}
-    if exact is not None:
-        body["rounding"] = {kind: _distances(directory, exact, kind) for kind in sizes if kind.startswith(GRADIENTS)}
+    wide = exact()
+    if wide is not None:
+        body["rounding"] = {kind: _distances(directory, wide, kind) for kind in sizes if kind.startswith(GRADIENTS)}
     body["evaluation"] = evaluation
     (directory / TRACE).write_text(json.dumps(body))
 

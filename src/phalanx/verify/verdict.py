@@ -10,11 +10,11 @@ from typing import Any
 from phalanx.plan.pipeline.planned import Pipeline
 from phalanx.verify.causes import Causes
 from phalanx.verify.compare import NO_DOTS, Comparison
+from phalanx.verify.flips import EVALUATION, UPDATE_TOLERANCE, Misrouted, optimizer_step, train_step
 from phalanx.verify.row import Difference
 from phalanx.verify.trace_facts import BUFFERS, FINAL, INITIAL, UPDATED, Trace, gradients_of
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
-UPDATE_TOLERANCE = 1e-8  # Adam divides the rounding of a gradient that is truly zero by its eps
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Judge:
     """Compares what all ranks of a layout saw with the trace.
 
     `data_parallel_size`: shares of the batch's tokens. `tp`: ranks that work on the same one. `cp`: ranks that share
-    its sequences. `pipeline`: how the model is cut.
+    its sequences. `ep`: ranks that have different experts. `pipeline`: how the model is cut. `misrouted`: the first
+    token that goes to another expert than in one process, and not because of a near-tie.
     """
 
     def __init__(
@@ -41,11 +42,14 @@ class Judge:
         data_parallel_size: int,
         tp: int = 1,
         cp: int = 1,
+        ep: int = 1,
         pipeline: Pipeline | None = None,
+        misrouted: Misrouted | None = None,
     ):
         self._trace, self._seen, self._tolerance = trace, seen, tolerance
         self._compared = Comparison(trace, seen)
-        self._causes = Causes(self._compared, dp=data_parallel_size, tp=tp, cp=cp, pipeline=pipeline)
+        self._causes = Causes(self._compared, dp=data_parallel_size, tp=tp, cp=cp, ep=ep, pipeline=pipeline)
+        self._misrouted = misrouted
         self._schedule = "" if pipeline is None else pipeline.schedule_name
 
     def verdict(self) -> Verdict:
@@ -73,13 +77,18 @@ class Judge:
         for step in range(len(self._trace.steps)):
             yield from self._counts(step)
             yield from self._masks(step)
+            yield from self._routing(train_step(step))
             yield from self._scalar("loss", "losses", "loss", step)
             yield from self._tensors("gradient", gradients_of(step), step)
             yield from self._scalar("gradient norm", "norms", "grad_norm", step)
         for what, kind in (("weight", FINAL), ("buffer", BUFFERS), ("update", UPDATED)):
+            if kind == UPDATED:
+                for step in range(len(self._trace.steps)):
+                    yield from self._routing(optimizer_step(step))
             if kind in self._trace.sizes:
                 yield from self._tensors(what, kind, len(self._trace.steps) - 1)
             if kind == BUFFERS:
+                yield from self._routing(EVALUATION)
                 yield from self._evaluation()
 
     def _eased(self) -> tuple[str, ...]:
@@ -124,6 +133,16 @@ class Judge:
             if 0 not in ranks and len(ranks) == len(wrong) - 1:
                 cause = "its masks depend on the layout: rank 0's rows are right, and those of the others are not"
             yield Difference("dropout", name, step, wrong[worst][name], worst, ranks, "its mask", cause)
+
+    def _routing(self, phase: str) -> Iterator[Difference]:
+        found = self._misrouted
+        if found is None or found.reroute.phase != phase:
+            return
+        reroute, ranks = found.reroute, found.ranks or (0,)
+        number = phase.rpartition("-")[2]
+        step = int(number) if number.isdecimal() else len(self._trace.steps) - 1
+        cause = found.cause or self._causes.of_routing(reroute)
+        yield Difference("routing", reroute.router, step, reroute.margin, ranks[0], ranks, found.where, cause)
 
     def _scalar(self, what: str, key: str, attribute: str, step: int) -> Iterator[Difference]:
         errors = [self._compared.scalar_error(seen[key][step], attribute, step) for seen in self._seen]

@@ -1,0 +1,72 @@
+"""A token that a layout routes otherwise than one process: a near-tie that flipped, or a mistake. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+EVALUATION = "evaluation"
+UPDATE_TOLERANCE = 1e-8  # Adam divides the rounding of a gradient that is truly zero by its eps
+
+
+def train_step(step: int) -> str:
+    """The phase of a step, counted from 0."""
+    return f"step-{step}"
+
+
+def optimizer_step(step: int) -> str:
+    """The same of the job's own optimizer."""
+    return f"optimizer-{step}"
+
+
+@dataclass(frozen=True)
+class Reroute:
+    """One token. `row` and `token` say which of the step's batch; one process chooses `expert`, the layout `instead`.
+
+    `margin`: how much better the score of `expert` is, bias and all, as a part of the token's largest score.
+    """
+
+    router: str
+    phase: str
+    row: int
+    token: int
+    expert: int
+    instead: int
+    margin: float
+
+    def when(self) -> str:
+        kind, _, step = self.phase.rpartition("-")
+        if not kind:
+            return "in the evaluation"
+        return f"in step {int(step) + 1}" + (" of the job's optimizer" if kind == "optimizer" else "")
+
+    def __str__(self) -> str:
+        return (
+            f"{self.router} {self.when()} sends token {self.token} of row {self.row} to expert {self.instead}, one "
+            f"process to {self.expert}: their scores are {self.margin:.1e} apart"
+        )
+
+
+@dataclass(frozen=True)
+class Misrouted:
+    """A token that goes elsewhere without a near-tie. `ranks` route it; `cause` is known, or to be found."""
+
+    reroute: Reroute
+    ranks: tuple[int, ...]
+    cause: str = ""
+
+    @property
+    def where(self) -> str:
+        """Which token, and where it goes."""
+        found = self.reroute
+        token = f"token {found.token} of row {found.row}"
+        return f"{token} goes to expert {found.instead}, not {found.expert}" if found.expert >= 0 else token
+
+
+def wrong_ones(reroutes: Sequence[Reroute], tolerance: float) -> list[Reroute]:
+    """Those that are no near-ties: rounding that is allowed cannot have turned them."""
+    return [found for found in reroutes if not found.margin <= _bound(found.phase, tolerance)]
+
+
+def _bound(phase: str, tolerance: float) -> float:
+    return max(tolerance, UPDATE_TOLERANCE) if phase.startswith("optimizer") else tolerance

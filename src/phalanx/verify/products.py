@@ -1,0 +1,82 @@
+"""The layouts in which several axes meet, and those of experts, by name. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+Layouts = Iterator[tuple[str, dict[str, Any]]]
+EXPERT_AXES = ("ep",)
+
+
+def products(num_ranks: int) -> Layouts:
+    """Three axes on eight ranks and more: what there is of other layouts has two, or is in `verify.pipelines`."""
+    if num_ranks % 8:
+        return
+    shards = num_ranks // 4
+    zero3, tp, cp = {"dp_shard": shards, "zero_stage": 3}, {"tp": 2}, {"cp": 2}
+    yield f"hsdp2x{shards * 2}-zero3-cp2", {"dp_replicate": 2, **zero3, **cp}
+    yield "ddp-tp2-cp2", {"dp_replicate": shards, **tp, **cp}
+    yield "zero3-tp2-cp2", {**zero3, **tp, **cp}
+    yield "zero3-tp2-cp2-all-gather", {**zero3, **tp, **cp, "cp_attention": "all-gather"}
+    for schedule in ("1f1b", "zb-v"):
+        pp = {"pp": 2, "schedule": schedule}
+        yield f"pp2-ddp-tp2-{schedule}", {**pp, "dp_replicate": shards, **tp}
+        yield f"pp2-zero3-cp2-{schedule}", {**pp, **zero3, **cp}
+        if shards == 2:
+            yield f"pp2-tp2-cp2-{schedule}", {**pp, **tp, **cp}
+
+
+def of_experts(num_ranks: int) -> Layouts:
+    """Experts spread over the ranks of data parallelism, and of cp; alone and beside each other axis."""
+    for ep in _divisors(num_ranks):
+        yield f"zero3-ep{ep}", _zero3(num_ranks) | {"ep": ep}
+    if num_ranks == 1:
+        return
+    everywhere = {"ep": num_ranks}
+    yield f"ddp-ep{num_ranks}", everywhere  # the simplest that fits: copies of all but experts
+    yield f"zero2-ep{num_ranks}", {"dp_shard": num_ranks, "zero_stage": 2} | everywhere
+    for how in ("full", "selective", "sqrt"):
+        yield f"zero3-ep{num_ranks}-{how}", _zero3(num_ranks) | everywhere | {"train.recompute": how}
+    yield f"cp{num_ranks}-ep{num_ranks}", {"cp": num_ranks} | everywhere
+    if num_ranks % 2 or num_ranks == 2:
+        return
+    half = num_ranks // 2
+    yield f"ddp-ep{half}", {"ep": half}
+    yield f"hsdp2x{half}-zero3-ep{half}", {"dp_replicate": 2, **_zero3(half), "ep": half}
+    yield f"zero3-tp2-ep{half}", {**_zero3(half), "tp": 2, "ep": half}
+    yield f"zero3-tp2-whole-sequence-ep{half}", {**_zero3(half), "tp": 2, "sequence_parallel": False, "ep": half}
+    yield f"tp2-cp{half}-ep{half}", {"tp": 2, "cp": half, "ep": half}
+    yield "zero3-cp2-ep2", {**_zero3(half), "cp": 2, "ep": 2}
+    yield f"zero3-cp2-ep{num_ranks}", {**_zero3(half), "cp": 2} | everywhere
+    yield "ddp-cp2-ep2", {"dp_replicate": half, "cp": 2, "ep": 2}
+    for schedule in ("1f1b", "interleaved-zero-bubble", "zb-v", "dualpipe-v"):
+        yield f"pp2-zero3-ep{half}-{schedule}", {"pp": 2, "schedule": schedule, **_zero3(half), "ep": half}
+    yield f"pp2-ddp-ep{half}-zb-v", {"pp": 2, "schedule": "zb-v", "ep": half}
+    full = {"train.recompute": "full"}
+    yield f"pp2-zero3-ep{half}-full-1f1b", {"pp": 2, "schedule": "1f1b", **_zero3(half), "ep": half} | full
+    yield from _products_of_experts(num_ranks)
+
+
+def _products_of_experts(num_ranks: int) -> Layouts:
+    if num_ranks % 8:
+        return
+    shards = num_ranks // 4
+    over_both = 2 * shards
+    for schedule in ("1f1b", "zb-v"):
+        pp = {"pp": 2, "schedule": schedule, **_zero3(shards)}
+        yield f"pp2-zero3-tp2-ep{shards}-{schedule}", pp | {"tp": 2, "ep": shards}
+        yield f"pp2-zero3-cp2-ep{over_both}-{schedule}", pp | {"cp": 2, "ep": over_both}
+    yield f"zero3-tp2-cp2-ep{over_both}", {**_zero3(shards), "tp": 2, "cp": 2, "ep": over_both}
+    yield f"hsdp2x{over_both}-zero3-cp2-ep{over_both}", {"dp_replicate": 2, **_zero3(shards), "cp": 2, "ep": over_both}
+    yield f"hsdp2x{shards}-zero3-tp2-ep{shards}", {"dp_replicate": 2, **_zero3(shards), "tp": 2, "ep": shards}
+    pp = {"pp": 2, "schedule": "1f1b", "dp_replicate": 2}
+    yield f"pp2-hsdp2x{shards}-zero3-ep{shards}-1f1b", {**pp, **_zero3(shards), "ep": shards}
+
+
+def _zero3(shards: int) -> dict[str, Any]:
+    return {"dp_shard": shards, "zero_stage": 3}
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(2, number + 1) if number % d == 0]

@@ -1,0 +1,184 @@
+"""The references of a group of ranks: what one process computes, written by rank 0 when a layout first wants it."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from phalanx.job.schema import Job
+from phalanx.mesh.mesh import Mesh
+from phalanx.nn.build import build_objective
+from phalanx.nn.objective import CausalOutput
+from phalanx.optim.build import build_optimizer
+from phalanx.parallel.model import Batch
+from phalanx.plan.plan import Plan
+from phalanx.verify.batches import as_dtype, split_again
+from phalanx.verify.flips import EVALUATION, Reroute, optimizer_step, train_step
+from phalanx.verify.masks import Definition
+from phalanx.verify.pipelines import num_microbatches
+from phalanx.verify.reference import Around, LossSum, evaluate_alone, plain_cross_entropy, train_alone
+from phalanx.verify.routes import Choices, Routes, are_alike, read_routes, write_routes
+from phalanx.verify.trace import write_trace
+from phalanx.verify.trace_facts import BUFFERS, TRACE, Trace, read_trace
+from phalanx.verify.untouched import build_untouched, described_failure, probe, taken
+
+CLIP, MOVE = 0.3, 0.01  # not one over a number of ranks or microbatches, so that its absence is told from theirs
+
+
+@dataclass
+class References:
+    """What one process computes, in as many microbatches as a layout wants where that makes a difference."""
+
+    mesh: Mesh
+    run_dir: Path
+    job: Job
+    plan: Plan
+    dtype: str
+    steps: list[list[Batch]]
+    _found: dict[int, Trace | str] = field(default_factory=dict)
+    _num_replays: int = 0
+
+    def of(self, plan: Plan) -> tuple[Trace | str, list[list[Batch]]]:
+        """(the trace, or why there is none; the microbatches of each step). Collective.
+
+        Pipelines have more microbatches, of the same rows. Only a module whose rows see each other, or that counts its
+        calls, knows the difference: it then has a reference of its own.
+        """
+        usual = self._of(len(self.steps[0]), self.steps)
+        count = num_microbatches(plan)
+        if isinstance(usual, str) or count in (0, len(self.steps[0])):
+            return usual, self.steps
+        steps = split_again(self.steps, count)
+        return (self._of(count, steps) if usual.mixes_rows or BUFFERS in usual.sizes else usual), steps
+
+    def _of(self, count: int, steps: list[list[Batch]]) -> Trace | str:
+        if count not in self._found:
+            directory, failure = self.run_dir / f"reference-{self.dtype}-{count}", ""
+            if self.mesh.rank == 0 and not (directory / TRACE).exists():
+                failure, _ = _write_reference(directory, self.job, self.plan, self.dtype, steps)
+            failure = self.mesh.gather_json(failure)[0]
+            self._found[count] = failure or read_trace(directory)
+        return self._found[count]
+
+    def replay(self, trace: Trace, steps: list[list[Batch]], choices: Choices) -> tuple[Trace | str, list[Reroute]]:
+        """`trace` again, with routers that choose as `choices` say, or why there is none; and where they would have
+        chosen something else. `steps`: those of the layout. Collective."""
+        self._num_replays += 1
+        directory = self.run_dir / f"reference-{self.dtype}-routed-{self._num_replays}"
+        said: tuple[str, list[dict[str, Any]]] = "", []
+        if self.mesh.rank == 0:
+            steps = self.steps if trace is self._found[len(self.steps[0])] else steps
+            failure, reroutes = _write_reference(directory, self.job, self.plan, self.dtype, steps, choices)
+            said = failure, [asdict(found) for found in reroutes]
+        failure, found = self.mesh.gather_json(said)[0]
+        return failure or read_trace(directory), [Reroute(**body) for body in found]
+
+
+def _write_reference(
+    directory: Path,
+    job: Job,
+    plan: Plan,
+    dtype: str,
+    steps: Sequence[Sequence[Batch]],
+    forced: Choices | None = None,
+) -> tuple[str, list[Reroute]]:
+    """Write it, or return why there is none: what the module does in one process is no layout's fault. And what its
+    routers would have chosen instead of `forced`."""
+
+    def build() -> nn.Module:
+        return build_untouched(job, plan, dtype, materialize=True)[0]
+
+    loss_sum, reroutes = _loss_sum(job, plan), list[Reroute]()
+    try:
+        with _repeatable():
+            seen = probe(build, loss_sum, steps[0][0], job.run.seed)
+            module, updated = build(), None
+            routes, choices = Routes(module, forced), dict[str, torch.Tensor]()
+            around = _around(Definition(module, job.run.seed), routes, train_step)
+            alone = train_alone(module, loss_sum, steps, clip=CLIP, move=MOVE, around=around)
+            if dtype == "float64" and not seen.narrows:  # else the root of a small second moment has few digits
+                other = build()
+                optimizer, others = build_optimizer(other, job.optim), Routes(other, forced)
+                around = _around(Definition(other, job.run.seed), others, optimizer_step)
+                by_optimizer = train_alone(
+                    other, loss_sum, steps, clip=CLIP, move=MOVE, optimizer=optimizer, around=around
+                )
+                updated = (other, by_optimizer)
+
+            def evaluate(module: nn.Module) -> float:
+                with routes.of(EVALUATION):
+                    return evaluate_alone(module, loss_sum, steps[-1])
+
+            def exact() -> Path | None:
+                return _in_float64(directory, job, plan, steps, routes.found) if dtype == "float32" else None
+
+            write_trace(directory, dtype, module, seen, alone, evaluate=evaluate, updated=updated, exact=exact)
+            choices |= routes.found
+            reroutes += routes.reroutes
+            if updated is not None:
+                choices |= others.found
+                reroutes += others.reroutes
+            write_routes(directory, choices)
+    except Exception as error:
+        traceback.print_exc()  # in the rank's log
+        return described_failure(error, dtype), []
+    return "", reroutes
+
+
+def _around(masks: Definition, routes: Routes, phase: Callable[[int], str]) -> Around:
+    """What each forward of the reference runs in."""
+
+    @contextmanager
+    def around(step: int, first_row: int, num_rows: int) -> Iterator[None]:
+        with masks.of(step, first_row, num_rows), routes.of(phase(step - 1)):
+            yield
+
+    return around
+
+
+def _in_float64(
+    directory: Path, job: Job, plan: Plan, steps: Sequence[Sequence[Batch]], choices: Choices
+) -> Path | None:
+    """The directory of the same steps in float64, routed alike; None where float64 is not judged."""
+    exact = directory.parent / f"reference-float64-{len(steps[0])}"
+    if not (exact / TRACE).exists():
+        return None
+    if are_alike(choices, read_routes(exact)):
+        return exact
+    alike = directory.parent / f"{directory.name}-float64"
+    failure, _ = _write_reference(alike, job, plan, "float64", as_dtype(steps, torch.float64), choices)
+    return None if failure else alike
+
+
+def _loss_sum(job: Job, plan: Plan) -> LossSum:
+    """The textbook's loss for models of tokens, which train with a chunked one; or the user's own, or the model's."""
+    is_textbook = job.model.objective is None and not plan.model_shape.reads_images
+    objective = build_objective(job)
+
+    def loss_sum(module: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        extras = taken(inspect.signature(module.forward).parameters, batch)
+        args = (batch["inputs"],) if "inputs" in batch else ()
+        outputs = module(*args, **extras)
+        can_read = isinstance(outputs, torch.Tensor | CausalOutput)  # else the objective says what it wants
+        return (plain_cross_entropy if is_textbook and can_read else objective)(outputs, batch)
+
+    return loss_sum
+
+
+@contextmanager
+def _repeatable() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1 if os.environ.get("RANK") else threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

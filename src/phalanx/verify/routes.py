@@ -1,0 +1,199 @@
+"""What routers choose: noted in one process and on every rank of a layout, compared, and repeated in one process.
+
+In float32 a layout rounds a token's scores otherwise than one process does. Where the last expert that is chosen and
+the first that is not are as good as equal, either choice is right, and all that follows depends on it. So the reference
+is run again with the layout's choices: what it would have chosen differently must then be a near-tie, and all else
+equal.
+
+Choices: key -> [rows of the batch, T, K] int64, the numbers of a token's experts in ascending order, -1 where nobody
+chose. A key is "PHASE/ROUTER", with the phases "step-0", ..., "evaluation" and "optimizer-0", ... Shape suffixes: B
+rows of a forward, T tokens of a sequence, K experts per token, E experts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from phalanx.mesh.logical import full_name
+from phalanx.nn.routing import Choose, Router
+from phalanx.parallel.model import ParallelModel
+from phalanx.verify.flips import EVALUATION, Reroute
+
+Choices = Mapping[str, torch.Tensor]
+ROUTES = "routes.safetensors"
+
+
+def routers_of(module: nn.Module) -> dict[str, Router]:
+    return {full_name(name): part for name, part in module.named_modules() if isinstance(part, Router)}
+
+
+class Routes:
+    """The choices of one process, whose forwards take the rows of a batch in their order.
+
+    `forced`: what is chosen instead; `reroutes` then lists where the module's own choice is another.
+    """
+
+    def __init__(self, module: nn.Module, forced: Choices | None = None) -> None:
+        self.reroutes: list[Reroute] = []
+        self._forced = forced or {}
+        self._phase, self._parts = "", dict[str, list[torch.Tensor]]()
+        for name, router in routers_of(module).items():
+            router.choose = functools.partial(self._choose, name, router.choose)
+
+    @contextmanager
+    def of(self, phase: str) -> Iterator[None]:
+        """Inside, forwards are noted."""
+        self._phase = phase
+        try:
+            yield
+        finally:
+            self._phase = ""
+
+    @property
+    def found(self) -> dict[str, torch.Tensor]:
+        return {key: torch.cat(parts) for key, parts in self._parts.items()}
+
+    def _choose(self, name: str, choose: Choose, scores_BTE: torch.Tensor, per_token: int) -> torch.Tensor:
+        experts_BTK = choose(scores_BTE, per_token)
+        if not self._phase:
+            return experts_BTK
+        key = f"{self._phase}/{name}"
+        parts = self._parts.setdefault(key, [])
+        first_row, own = sum(map(len, parts)), experts_BTK.sort(-1).values
+        if key in self._forced:
+            wanted = self._forced[key][first_row : first_row + len(own)]
+            differs_BT = (wanted != own).any(-1)
+            for row, token in differs_BT.nonzero().tolist():
+                ours, theirs = set(own[row, token].tolist()), set(wanted[row, token].tolist())
+                at = (self._phase, name, first_row + row, token)
+                self.reroutes.append(_reroute(at, scores_BTE[row, token], ours, theirs))
+            own = wanted
+            experts_BTK = torch.where(differs_BT[..., None], wanted, experts_BTK)
+        parts.append(own)
+        return experts_BTK
+
+
+def _reroute(at: tuple[str, str, int, int], scores_E: torch.Tensor, own: set[int], taken: set[int]) -> Reroute:
+    score = scores_E.tolist()
+    left, instead = max(own - taken, key=lambda e: score[e]), min(taken - own, key=lambda e: score[e])
+    margin, size = score[left] - score[instead], max(map(abs, score))
+    phase, name, row, token = at
+    return Reroute(name, phase, row, token, left, instead, margin / size if size else 0.0)
+
+
+class Watch:
+    """The choices of a layout's modules, on the tokens of this rank."""
+
+    def __init__(self) -> None:
+        self._parts: dict[tuple[str, int], tuple[torch.Tensor, Places]] = {}
+
+    def attach(self, model: ParallelModel, phase: Callable[[int], str]) -> None:
+        """Note its choices; `phase` names its steps, counted from 0."""
+        for name, router in routers_of(model.module).items():
+            router.choose = functools.partial(self._choose, model, phase, name, router.choose)
+
+    def _choose(
+        self,
+        model: ParallelModel,
+        phase: Callable[[int], str],
+        name: str,
+        choose: Choose,
+        scores_BTE: torch.Tensor,
+        per_token: int,
+    ) -> torch.Tensor:
+        experts_BTK = choose(scores_BTE, per_token)
+        self._note(model, phase, name, experts_BTK)
+        return experts_BTK
+
+    def _note(self, model: ParallelModel, phase: Callable[[int], str], name: str, experts_BTK: torch.Tensor) -> None:
+        """The first of a forward: a block that is computed again, for its gradients, chooses again."""
+        moment, num_rows = model.rows_under_way, len(experts_BTK)
+        if model.is_rehearsing or (moment is None and model.module.training):
+            return
+        if moment is not None:
+            key, first_row = f"{phase(moment[0] - 1)}/{name}", moment[1]
+        else:
+            key = f"{EVALUATION}/{name}"
+            index = sum(other == key for other, _ in self._parts)
+            first_row = (index * model.plan.layout.data_parallel_size + model.mesh.data_parallel_rank) * num_rows
+        self._parts.setdefault((key, first_row), (experts_BTK.sort(-1).values, Places.of(model)))
+
+    def has(self, key: str, row: int, token: int) -> bool:
+        """True if this rank has chosen for the token."""
+        for (other, first_row), (own, places) in self._parts.items():
+            if other == key and first_row <= row < first_row + len(own):
+                return token in places.here(own.shape[1] * places.cp).tolist()
+        return False
+
+    def of_all_ranks(self, like: Choices) -> dict[str, torch.Tensor]:
+        """Choices of the keys and shapes of `like`, put together; -2 where ranks that have the same token chose
+        differently. Collective."""
+        found = {}
+        for key, whole in like.items():
+            most, least = torch.full_like(whole, -1), torch.full_like(whole, _ABSENT)
+            for (other, first_row), (own, places) in self._parts.items():
+                if other == key:
+                    for part in (most, least):
+                        part[first_row : first_row + len(own), places.here(whole.shape[1])] = own
+            dist.all_reduce(most, op=dist.ReduceOp.MAX)
+            dist.all_reduce(least, op=dist.ReduceOp.MIN)
+            found[key] = most.masked_fill((most != least) & (most >= 0), -2)
+        return found
+
+
+@dataclass(frozen=True)
+class Places:
+    """Which tokens of a sequence a rank of `cp` has."""
+
+    cp: int
+    rank: int
+    zigzag: bool
+
+    @classmethod
+    def of(cls, model: ParallelModel) -> Places:
+        plan = model.plan
+        return cls(plan.layout.cp, model.mesh.coordinates["cp"], plan.cp_load_balance == "zigzag")
+
+    def here(self, length: int) -> torch.Tensor:
+        """Of a whole sequence of `length` tokens."""
+        if self.cp == 1:
+            return torch.arange(length)
+        parts = torch.arange(length).chunk(2 * self.cp if self.zigzag else self.cp)
+        return torch.cat((parts[self.rank], parts[-1 - self.rank])) if self.zigzag else parts[self.rank]
+
+
+_ABSENT = 2**31
+
+
+def write_routes(directory: Path, choices: Choices) -> None:
+    if choices:
+        save_file({key: t.contiguous() for key, t in choices.items()}, directory / ROUTES)
+
+
+def read_routes(directory: Path) -> dict[str, torch.Tensor]:
+    """Empty where the module has no routers."""
+    return load_file(directory / ROUTES) if (directory / ROUTES).exists() else {}
+
+
+def are_alike(some: Choices, others: Choices) -> bool:
+    """True if what both have is the same."""
+    return all(torch.equal(choice, others[key]) for key, choice in some.items() if key in others)
+
+
+def disagreement(choices: Choices) -> tuple[str, int, int] | None:
+    """(key, row, token) of the first token that ranks route differently, or that nobody routes."""
+    for key, choice in choices.items():
+        odd = (choice < 0).any(-1).nonzero()
+        if len(odd):
+            row, token = odd[0].tolist()
+            return key, row, token
+    return None

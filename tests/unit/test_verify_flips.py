@@ -1,0 +1,128 @@
+"""Routers in one process and near-ties: what is forced, what is told, which layouts of experts there are."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from models import CPU
+from phalanx.cli._verify import Table, describe_row
+from phalanx.core.errors import ExitCode
+from phalanx.job.model import shape_of
+from phalanx.job.schema import Job
+from phalanx.job.shape import ModelShape
+from phalanx.nn.models.decoder import Decoder, example_batch
+from phalanx.verify.cases import all_layouts, judged_job, make_cases, shrunk
+from phalanx.verify.flips import Reroute, wrong_ones
+from phalanx.verify.pipelines import num_blocks_for
+from phalanx.verify.products import of_experts, products
+from phalanx.verify.routes import Routes, are_alike, disagreement
+from phalanx.verify.row import Row
+
+SHAPE = ModelShape(
+    2, 16, 2, 2, 8, 16, 31, True, num_experts=4, experts_per_token=2, expert_ffn_dim=8, num_dense_layers=0
+)
+ROUTER = "blocks.1.moe.router"
+KEY = f"step-0/{ROUTER}"
+
+
+def routed(forced: dict[str, torch.Tensor] | None = None) -> tuple[Routes, torch.Tensor]:
+    """(choices of a step of two forwards, hidden states of both)."""
+    torch.manual_seed(3)
+    module = Decoder(SHAPE)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    routes = Routes(module, forced)
+    batch = example_batch(SHAPE, 4, 6, seed=0)
+    with routes.of("step-0"):
+        hidden = [module(batch["inputs"][rows], batch["positions"][rows])[0] for rows in (slice(0, 2), slice(2, 4))]
+    return routes, torch.cat(hidden).detach()
+
+
+def test_choices_are_noted_row_by_row() -> None:
+    routes, _ = routed()
+    assert set(routes.found) == {KEY, "step-0/blocks.0.moe.router"}
+    assert routes.found[KEY].shape == (4, 6, 2)
+    assert (routes.found[KEY].diff() > 0).all(), "in ascending order"
+    assert disagreement(routes.found) is None
+
+
+def test_forced_choices_are_taken_and_those_that_differ_are_told() -> None:
+    usual, hidden = routed()
+    again, same = routed(usual.found)
+    assert torch.equal(same, hidden)
+    assert not again.reroutes
+    other = {key: choice.clone() for key, choice in usual.found.items()}
+    own = set(other[KEY][3, 2].tolist())
+    left, taken = min(own), min(set(range(4)) - own)
+    other[KEY][3, 2] = torch.tensor(sorted(own - {left} | {taken}))
+    assert not are_alike(other, usual.found)
+    forced, changed = routed(other)
+    (found,) = forced.reroutes
+    assert (found.router, found.phase, found.row, found.token) == (ROUTER, "step-0", 3, 2)
+    assert (found.expert, found.instead) == (left, taken)
+    assert found.margin > 0
+    differs = (changed != hidden).any(-1)
+    assert differs[3, 2]
+    assert differs.sum() == 1, "the last block's other tokens are as they were"
+    assert torch.equal(forced.found[KEY], other[KEY])
+
+
+def test_ranks_that_disagree_are_found() -> None:
+    choices = {KEY: torch.ones(2, 3, 2, dtype=torch.int64)}
+    choices[KEY][1, 2] = -2
+    assert disagreement(choices) == (KEY, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("phase", "margin", "is_wrong"),
+    [
+        ("step-1", 9e-11, False),
+        ("step-1", 2e-10, True),
+        ("optimizer-1", 9e-9, False),
+        ("optimizer-1", 2e-8, True),
+        ("evaluation", math.nan, True),
+    ],
+)
+def test_a_near_tie_has_a_bound(phase: str, margin: float, is_wrong: bool) -> None:
+    found = Reroute(ROUTER, phase, 0, 0, 1, 2, margin)
+    assert bool(wrong_ones([found], 1e-10)) is is_wrong
+
+
+def test_a_flip_is_told_and_is_no_failure() -> None:
+    flip = Reroute(ROUTER, "step-1", 4, 13, 5, 3, 2.1e-8)
+    row = Row("zero3-ep2", {}, "small", "float32", True, {"loss": 1e-8}, 1e-5, flips=(flip, flip)).to_json()
+    table = Table(as_json=True)
+    table.rows = [row, row | {"flips": []}]
+    assert table.exit_code(asked=True) == ExitCode.OK
+    assert table.summary() == (
+        "verdict 2 of 2 rows equal the reference, 1 of them routed alike, since a near-tie flipped"
+    )
+    head, told, _ = describe_row(row)
+    assert head.startswith("flipped zero3-ep2")
+    text = f"{ROUTER} in step 2 sends token 13 of row 4 to expert 3, one process to 5: their scores are 2.1e-08 apart"
+    assert told.strip() == f"flip    {text}; and 1 more"
+    assert row["flips"][0]["text"] == text
+
+
+@pytest.mark.parametrize("preset", ["mixtral-8x7b", "qwen3-30b-a3b", "deepseek-moe-16b"])
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_layouts_of_experts_have_plans(preset: str, num_ranks: int) -> None:
+    layouts = [*of_experts(num_ranks), *products(num_ranks)]
+    every = [name for name, _ in all_layouts(num_ranks, experts=True)]
+    assert len(set(every)) == len(every)
+    assert {name for name, _ in layouts} <= set(every)
+    job = Job.model_validate({"model": {"preset": preset}, "data": {"seq_len": 32}})
+    small, said = shrunk(job, num_blocks=num_blocks_for(keys for _, keys in layouts))
+    shape = shape_of(small, 251)
+    assert shape.num_expert_layers >= 2
+    assert shape.num_experts == 8
+    assert "expert_ffn_dim" in said
+    for case in make_cases(judged_job(small, num_ranks), layouts, num_ranks=num_ranks, cluster=CPU, shape=None):
+        assert case.plan is not None, case.refused
+        keys: dict[str, Any] = {"ep": 1, "tp": 1, "cp": 1, "pp": 1} | dict(case.parallel)
+        assert all(getattr(case.plan.layout, axis) == keys[axis] for axis in ("ep", "tp", "cp", "pp"))
+        assert case.plan.layout.world_size == num_ranks
