@@ -4,8 +4,10 @@ Above a fenced block of a page stands what it is:
 
     <!-- walk: file PATH -->     the block is the content of that file
     <!-- walk: run -->           its lines are commands, one after the other ("run 3": each ends with that code)
-    <!-- walk: run together -->  ... side by side; with "long" behind it, only where the caller has the time
+    <!-- walk: run together -->  ... side by side
     <!-- walk: says -->          the commands before it print these lines, in this order; "..." stands for anything
+
+"long" behind one of these: only where the caller has the time.
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ def follow(
     """
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     assert text.count("<!-- walk:") == len(BLOCK.findall(text)), "a mark without a block"
+    assert {block["what"].split()[0] for block in BLOCK.finditer(text)} <= {"file", "run", "says"}
     said: list[Said] = []
     last = ""
     for block in BLOCK.finditer(text):
@@ -72,8 +75,7 @@ def follow(
                 assert each.done.code == code, f"{each.command}\n{each.done.out}\n{each.done.err}"
             said += found
             last = "\n".join(each.done.out + each.done.err for each in found)
-        elif what != "run":
-            assert what == "says", block["what"]
+        elif what == "says" and ("long" not in words or long):
             _require(block["text"].splitlines(), last.splitlines())
     return said
 
