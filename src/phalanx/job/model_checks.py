@@ -19,7 +19,10 @@ from phalanx.job.shape import ModelShape
 
 Question = Callable[[Job], list[Finding]]
 
-EXPERT_KEYS = ("experts_per_token", "expert_ffn_dim", "num_shared_experts", "num_dense_layers")
+EXPERT_KEYS = (
+    *("experts_per_token", "expert_ffn_dim", "num_shared_experts", "num_dense_layers"),
+    *("router_scores", "router_normalize", "router_scale", "expert_capacity", "balance_loss", "balance_bias"),
+)
 LATENT_KEYS = ("num_kv_heads", "head_dim", "qk_norm", "bias")  # which latent attention does not read
 IMAGE_KEYS = ("image_size", "patch_size", "num_channels", "num_classes", "pooling")
 TEXT_KEYS = (
@@ -153,6 +156,8 @@ def experts_are_complete(job: Job) -> list[Finding]:
     if shape.num_dense_layers >= shape.num_layers:
         what = f"{shape.num_dense_layers} of {shape.num_layers} blocks have no experts"
         findings.append(_finding("num_dense_layers", what, f"at most {shape.num_layers - 1}"))
+    if shape.bias == "all":
+        findings.append(_finding("bias", "experts have no biases", "model.bias=qkv or none"))
     return findings
 
 
