@@ -139,8 +139,10 @@ def activation_bytes_sent(plan: Plan, work: Workload) -> float:
 
 def layouts() -> list[Sequence[str]]:
     rows: list[Sequence[str]] = [
-        ("`[parallel]`", "microbatches", "state", "activations", "gathered", "a rank", "of 80 GiB")
-        + ("weights and gradients sent", "activations sent", "bubble")
+        (
+            *("`[parallel]`", "microbatches", "state", "activations", "gathered", "a rank", "of 80 GiB"),
+            *("weights and gradients sent", "activations sent", "bubble"),
+        )
     ]
     for keys in LAYOUTS:
         job = load_job(None, [*MODEL, "train.recompute=selective", *(f"parallel.{key}" for key in keys.split())])

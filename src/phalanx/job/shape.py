@@ -174,7 +174,7 @@ class ModelShape:
 
     @property
     def reads_images(self) -> bool:
-        """True for what has an image_size, as a vision transformer: images in, one label each. False: tokens in, the next token of each."""
+        """True for what has an image_size: images in, one label each. False: tokens in, the next token of each."""
         if self.measured is None and self.kind == "decoder":
             return False
         return self.kind == "vit" or self.image_size > 0
