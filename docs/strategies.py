@@ -7,13 +7,12 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
 from phalanx.core.units import GIB, format_bytes
-from phalanx.job.counts import experts_params
+from phalanx.job.counts import ffn_params
 from phalanx.job.load import load_job
-from phalanx.job.model import preset_shape
-from phalanx.job.presets import find_preset
 from phalanx.job.schema import Job
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.context import sent_bytes_of_step
+from phalanx.plan.experts import sent_bytes_of_step as sent_over_ep
 from phalanx.plan.memory import MIXED_FP16_ADAM, Workload, of_one_rank, state_bytes
 from phalanx.plan.pipeline.closed_forms import bubble, idle_s, peak_in_flight
 from phalanx.plan.pipeline.simulate import StageCosts, simulate
@@ -89,11 +88,6 @@ def tensor_parallel_bytes(layers: int, tokens: float, dim: int, compute: int, tp
     return (4 * layers + 2) * all_reduce(tokens * dim * compute, tp)
 
 
-def expert_parallel_bytes(layers: int, tokens: float, per_token: int, dim: int, compute: int, ep: int) -> float:
-    """Of one microbatch, with even routing: two all-to-alls forward and two backward in each block with experts."""
-    return layers * 4 * all_gather(tokens * per_token * dim * compute, ep)
-
-
 # Tables
 
 
@@ -105,7 +99,7 @@ def plan_of(job: Job) -> tuple[Plan, Workload]:
     plan = make_plan(job, cluster=ROOM)
     layout = plan.layout
     counts = {"micro_batch_size": plan.micro_batch_size, "num_microbatches": plan.num_microbatches}
-    return plan, work_of(job, plan.model_shape, **counts, tp=layout.tp, cp=layout.cp)
+    return plan, work_of(job, plan.model_shape, **counts, tp=layout.tp, cp=layout.cp, ep=layout.ep)
 
 
 def state_bytes_sent(plan: Plan) -> float:
@@ -222,23 +216,20 @@ def compressions() -> list[Sequence[str]]:
 
 
 def experts() -> list[Sequence[str]]:
-    head = ("model", "all experts", "the rest", "a rank of ep = 8", "active per token", "sent by a rank")
-    rows: list[Sequence[str]] = [head]
+    """Of zero3, so that experts are split whichever way."""
+    rows: list[Sequence[str]] = [
+        ("model", "experts", "all else", "active per token", "a rank, zero3", "a rank, zero3 and ep=8", "sent over ep")
+    ]
     for name in ("mixtral-8x7b", "deepseek-moe-16b", "qwen3-30b-a3b"):
-        preset = find_preset(name)
-        assert preset is not None
-        shape = preset_shape(preset)
-        of_experts = shape.num_expert_layers * (experts_params(shape) - _shared(shape))
-        rest = shape.num_params - of_experts
-        sent = expert_parallel_bytes(shape.num_expert_layers, 4096, shape.experts_per_token, shape.dim, 2, 8)
-        words = (_billions(of_experts), _billions(rest), _billions(rest + of_experts / 8))
-        rows.append((f"`{name}`", *words, _billions(shape.num_active_params), format_bytes(sent)))
+        keys = [*MODEL, f"model.preset={name}", "train.global_batch_size=8", "train.recompute=selective"]
+        plain, _ = plan_of(load_job(None, [*keys, "parallel.zero_stage=3"]))
+        spread, work = plan_of(load_job(None, [*keys, "parallel.zero_stage=3", "parallel.ep=8"]))
+        shape = plain.model_shape
+        of_experts = shape.num_expert_layers * shape.num_experts * ffn_params(shape, shape.expert_ffn_dim)
+        words = [_billions(count) for count in (of_experts, shape.num_params - of_experts, shape.num_active_params)]
+        memory = [_gib(plan.chosen.total_bytes) for plan in (plain, spread)]
+        rows.append((f"`{name}`", *words, *memory, format_bytes(sent_over_ep(shape, work))))
     return rows
-
-
-def _shared(shape) -> float:  # type: ignore[no-untyped-def]
-    """Parameters of a block's shared experts, which every rank holds."""
-    return experts_params(shape) * shape.num_shared_experts / (shape.num_experts + shape.num_shared_experts)
 
 
 TABLES = {f.__name__: f for f in (layouts, ways, zero, bubbles, schedules, compressions, experts)}

@@ -1,6 +1,6 @@
 """Pages of docs/ that tell how to add something: their files are written and their commands run, in the page's order.
 
-A page shows more runs than a quick test has the time for: what stands under "long" is what `make test-all` follows, too.
+A page shows more runs than a quick test has the time for: what stands under "long" is for `make test-all`.
 """
 
 from __future__ import annotations

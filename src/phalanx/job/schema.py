@@ -290,6 +290,9 @@ class Parallel(Section):
     cp_load_balance: Literal["zigzag", "none"] = "zigzag"
     """With cp: zigzag gives each rank an early and a late part of a sequence, so that all have equal work under a
     causal mask; none: one run of tokens. (ulysses has equal work anyway, and cuts no further than none.)"""
+    ep: Positive | None = None
+    """Ranks over which the experts of a model are spread (expert parallelism). They are ranks of dp_shard x cp, which
+    ep must divide, and it adds none: docs/experts.md."""
     pp: Positive | None = None
     """Ranks over which the blocks of a model are spread in stages (pipeline parallelism): docs/pipeline.md."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zb-v", "dualpipe-v"] | None = None

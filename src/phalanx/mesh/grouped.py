@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+ROUND_TO = 64  # rows
+
 
 def grouped_linear(x_RI: torch.Tensor, weight_EOI: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
     """Rows of expert e times weight[e], in the autocast type if there is one. An expert without rows has gradient 0."""
@@ -53,7 +55,7 @@ def rows_times(x_RI: torch.Tensor, matrix_EIO: torch.Tensor, counts_E: torch.Ten
     if _has_kernel(x_RI, matrix_EIO.shape[2]):
         return F.grouped_mm(x_RI, matrix_EIO, offs=_ends(counts_E))
     parts = x_RI.split(counts_E.tolist())
-    return torch.cat([part @ matrix for part, matrix in zip(parts, matrix_EIO, strict=True)])
+    return torch.cat([(_even(part) @ matrix)[: len(part)] for part, matrix in zip(parts, matrix_EIO, strict=True)])
 
 
 def rows_by_rows(a_RO: torch.Tensor, b_RI: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
@@ -61,7 +63,15 @@ def rows_by_rows(a_RO: torch.Tensor, b_RI: torch.Tensor, counts_E: torch.Tensor)
     if _has_kernel(a_RO, b_RI.shape[1]):
         return F.grouped_mm(a_RO.T, b_RI, offs=_ends(counts_E))
     sizes = counts_E.tolist()
-    return torch.stack([a.T @ b for a, b in zip(a_RO.split(sizes), b_RI.split(sizes), strict=True)])
+    return torch.stack([_even(a).T @ _even(b) for a, b in zip(a_RO.split(sizes), b_RI.split(sizes), strict=True)])
+
+
+def _even(rows: torch.Tensor) -> torch.Tensor:
+    """With rows of zeros at the end. In half precision a CPU compiles a product for each size that it meets and keeps
+    it, half a MiB each: as many as there are numbers of tokens, if they are not rounded."""
+    if rows.device.type != "cpu" or rows.dtype not in (torch.bfloat16, torch.float16):
+        return rows
+    return F.pad(rows, (0, 0, 0, -len(rows) % ROUND_TO))
 
 
 def _ends(counts_E: torch.Tensor) -> torch.Tensor:
@@ -69,7 +79,7 @@ def _ends(counts_E: torch.Tensor) -> torch.Tensor:
 
 
 def _has_kernel(rows: torch.Tensor, other_width: int) -> bool:
-    """torch's grouped product has no fp64, on CUDA bf16 alone, and wants rows of whole 16 bytes."""
+    """torch's grouped product is of rows of whole 16 bytes, on CUDA in bf16, on the CPU in fp32; see also `_even`."""
     if not rows.shape[0] or any(width * rows.element_size() % 16 for width in (rows.shape[1], other_width)):
         return False
-    return rows.dtype is torch.bfloat16 or (rows.device.type == "cpu" and rows.dtype in (torch.float32, torch.float16))
+    return rows.dtype is (torch.float32 if rows.device.type == "cpu" else torch.bfloat16)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from phalanx.job.shape import ModelShape
 from phalanx.nn.feed_forward import ACTIVATIONS, FeedForward
@@ -76,7 +77,26 @@ class MixtureOfExperts(nn.Module):
         counts_E = torch.zeros(self.router.num_experts, dtype=torch.int64, device=x_BTD.device)
         counts_E.scatter_add_(0, expert_R, torch.ones_like(expert_R))
         out_RD = self.dispatch(x_ND.index_select(0, token_R), counts_E, self.experts)
-        out_RD = out_RD * weight_R[order, None].to(out_RD.dtype)
-        out_ND = torch.zeros_like(x_ND, dtype=out_RD.dtype).index_add(0, token_R, out_RD)
+        out_ND: torch.Tensor = _WeightedSum.apply(out_RD, weight_R[order], token_R, len(x_ND))
         out_BTD = out_ND.view_as(x_BTD)
         return out_BTD if self.shared is None else out_BTD + self.shared(x_BTD)
+
+
+class _WeightedSum(torch.autograd.Function):
+    """Rows times their weights, added up by token. As one function, because index_add would keep the weighted rows."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, row_RD: torch.Tensor, weight_R: torch.Tensor, token_R: torch.Tensor, num_tokens: int
+    ) -> torch.Tensor:
+        ctx.save_for_backward(row_RD, weight_R, token_R)
+        out_ND = row_RD.new_zeros(num_tokens, row_RD.shape[1])
+        return out_ND.index_add_(0, token_R, row_RD * weight_R[:, None].to(row_RD.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_ND: torch.Tensor) -> Any:  # type: ignore[override]
+        row_RD, weight_R, token_R = ctx.saved_tensors
+        grad_RD = grad_ND.index_select(0, token_R)
+        of_weight = (grad_RD * row_RD).sum(-1).to(weight_R.dtype)
+        return grad_RD * weight_R[:, None].to(grad_RD.dtype), of_weight, None, None
