@@ -23,6 +23,12 @@ def tensor_shapes(shape: ModelShape) -> dict[str, Shape]:
     return found
 
 
+def stored_shapes(shape: ModelShape) -> dict[str, Shape]:
+    """What a checkpoint of it holds: `tensor_shapes`, and the biases by which experts are chosen, which are buffers."""
+    routers = range(shape.num_dense_layers, shape.num_layers) if shape.num_experts and shape.balance_bias else ()
+    return tensor_shapes(shape) | {f"blocks.{layer}.moe.router.bias": (shape.num_experts,) for layer in routers}
+
+
 def module_names(shape: ModelShape) -> list[str]:
     """Of all modules of the model, itself ("") first."""
     names = {"": None}
