@@ -33,16 +33,13 @@ LEARNED = {"positions": "learned", "max_positions": 64}
 GPT2 = {"norm": "layernorm", "activation": "gelu_tanh", "bias": "all", **LEARNED}
 GEMMA3 = {"activation": "geglu_tanh", "qk_norm": True, "post_norms": True, "num_kv_heads": 1, "sliding_window": 16}
 MIXTRAL = {"num_experts": 8, "experts_per_token": 2, "expert_ffn_dim": 96, "balance_loss": 0.01}
-DEEPSEEK = {
+SIGMOID = {"router_scores": "sigmoid", "router_scale": 2.5, "balance_loss": 1e-4, "balance_bias": 1e-3}
+DEEPSEEK = SIGMOID | {
     "num_experts": 16,
     "experts_per_token": 3,
     "expert_ffn_dim": 48,
     "num_shared_experts": 2,
     "num_dense_layers": 1,
-    "router_scores": "sigmoid",
-    "router_scale": 2.5,
-    "balance_loss": 1e-4,
-    "balance_bias": 1e-3,
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "base": {},

@@ -291,8 +291,8 @@ class Parallel(Section):
     """With cp: zigzag gives each rank an early and a late part of a sequence, so that all have equal work under a
     causal mask; none: one run of tokens. (ulysses has equal work anyway, and cuts no further than none.)"""
     ep: Positive | None = None
-    """Ranks over which the experts of a model are spread (expert parallelism). They are ranks of dp_shard x cp, which
-    ep must divide, and it adds none: docs/experts.md."""
+    """Ranks over which the experts of a model are spread (expert parallelism): docs/experts.md. They are ranks of
+    dp_shard x cp, which ep must divide; it adds none."""
     pp: Positive | None = None
     """Ranks over which the blocks of a model are spread in stages (pipeline parallelism): docs/pipeline.md."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zb-v", "dualpipe-v"] | None = None
@@ -350,9 +350,9 @@ class Parallel(Section):
 class Precision(Section):
     """The types of numbers."""
 
-    compute: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Type of matmuls and activations. Weights, optimizer and gradient reduction stay fp32. fp16 scales the loss
-    (docs/precision.md)."""
+    compute: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
+    """Type of matmuls and activations. Weights, optimizer and gradient reduction stay fp32. fp16 scales the loss; fp8,
+    for GPUs that have it, multiplies blocks' matrices in fp8 and does the rest in bf16 (docs/precision.md)."""
     loss_scale: PositiveFloat | Literal["dynamic"] = "dynamic"
     """Of fp16: what the loss is multiplied by before the backward; dynamic: halved when gradients overflow, doubled
     after loss_scale_growth_steps good steps."""

@@ -52,7 +52,7 @@ def weight_input_bytes(shape: ModelShape, c: int, *, experts: bool) -> int:
     """Of one block, for one token: what the gradients of its weights are made of, where they wait for the rest of the
     backward (zero-bubble schedules). Of each matrix what went in, once where several read it, and what came back.
 
-    The router and the experts that tokens are sent to do not wait: their gradients are made with the rest."""
+    The router does not wait: its gradient is made with the rest."""
     heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.dim
     if shape.kv_rank:
         latents = shape.query_rank + shape.kv_rank
@@ -61,10 +61,10 @@ def weight_input_bytes(shape: ModelShape, c: int, *, experts: bool) -> int:
         made = (2 * heads + 2 * kv_heads) * shape.head_dim  # what came back to q, k, v; what went into the output
     attention = 2 * dim + made
     wide = 3 if shape.is_gated else 2
-    if experts and not shape.num_shared_experts:
-        return c * attention
-    width = shape.num_shared_experts * shape.expert_ffn_dim if experts else shape.ffn_dim
-    return c * (attention + 2 * dim + wide * width)
+    if not experts:
+        return c * (attention + 2 * dim + wide * shape.ffn_dim)
+    visited, inputs = shape.experts_per_token + shape.num_shared_experts, shape.experts_per_token + _is_shared(shape)
+    return c * (attention + 2 * dim * inputs + visited * wide * shape.expert_ffn_dim)
 
 
 def norm_bytes(shape: ModelShape, width: int, c: int, parts: int = 1) -> int:
