@@ -122,12 +122,19 @@ def test_only_the_last_stage_has_a_loss_and_ends_get_no_messages_alone() -> None
     assert [rank["loss"] > 0 for rank in v] == [True, False, False, False]
 
 
-@pytest.mark.parametrize("experts", [{}, SHARED_EXPERTS], ids=["dense", "experts"])
-def test_weight_gradients_that_wait_keep_what_is_predicted(experts: dict[str, Any]) -> None:
+LATENT = {"kv_rank": 10, "head_dim": 12, "rope_head_dim": 4, "value_head_dim": 6}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, LATENT, LATENT | {"query_rank": 14}, SHARED_EXPERTS],
+    ids=["plain", "latent", "latent queries", "experts"],
+)
+def test_weight_gradients_that_wait_keep_what_is_predicted(changes: dict[str, Any]) -> None:
     """Against the storages that split backwards hold between I and W. The head is the objective's, not a module."""
     from phalanx.parallel.pp_weights import LaterWeights, split_linears
 
-    model = replace(shape(tied=False), **experts)
+    model = replace(shape(tied=False, num_kv_heads=4 if "kv_rank" in changes else 2), **changes)
     module = Decoder(model)
     fill(module)
     split_linears(module)

@@ -67,6 +67,14 @@ class Model(Section):
     """Key and value heads (GQA); where nothing says, num_heads."""
     head_dim: Positive | None = None
     """Width of a head; where nothing says, dim / num_heads."""
+    kv_rank: Count | None = None
+    """Latent attention (DeepSeek-V2): width of what keys and values are made of (0: they are made of the input)."""
+    query_rank: Count | None = None
+    """Width of what its queries are made of (0: of the input)."""
+    rope_head_dim: Positive | None = None
+    """The part of head_dim that positions rotate in latent attention; all heads share its key."""
+    value_head_dim: Positive | None = None
+    """Width of a head's values in latent attention; where nothing says, head_dim less rope_head_dim."""
     ffn_dim: Positive | None = None
     """Inner width of the feed-forward; where nothing says, 4 dim, or with a gate 8/3 dim rounded up to a multiple of
     32."""
@@ -106,6 +114,8 @@ class Model(Section):
     """How many times they are stretched."""
     rope_original_len: Positive | None = None
     """The length they were trained for (llama3, yarn)."""
+    rope_mscale: PositiveFloat | None = None
+    """YaRN multiplies queries and keys by 1 + 0.1 x this x ln(rope_factor); where nothing says, 1."""
     sliding_window: Count | None = None
     """A token attends to this many tokens, itself among them (0: to all before it)."""
     global_every: Count | None = None
