@@ -1,4 +1,5 @@
-"""Writes docs/reference.md (job keys, verbs, exit codes, events, kinds) and the JSON Schema of job files from the code.
+"""Writes docs/reference.md (job keys, verbs, exit codes, events, kinds), the JSON Schema of job files and the tables of
+other pages from the code.
 
 `--check` only compares.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import sys
 import types
 import typing
@@ -126,13 +128,15 @@ def with_examples(text: str) -> str:
 def targets() -> dict[Path, str]:
     """Every generated file and its text."""
     schema = schema_text()
-    models, own_code = HERE / "models.md", HERE / "own-code.md"
+    models, own_code, costs = HERE / "models.md", HERE / "own-code.md", HERE / "strategies.md"
+    with_tables = runpy.run_path(str(HERE / "strategies.py"))["with_tables"]
     return {
         HERE / "reference.md": reference(),
         HERE / FILE: schema,
         PACKAGE / FILE: schema,
         models: with_table(models.read_text(encoding="utf-8")),
         own_code: with_examples(own_code.read_text(encoding="utf-8")),
+        costs: with_tables(costs.read_text(encoding="utf-8")),
     }
 
 

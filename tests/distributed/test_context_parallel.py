@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -11,10 +11,11 @@ from torch import nn
 
 from models import CPU, VOCAB, fill, shape
 from phalanx.core.errors import LayoutError
-from phalanx.job.schema import Job
+from phalanx.job.schema import Job, Parallel
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.models.decoder import Decoder, example_batch
 from phalanx.nn.objective import causal_cross_entropy
+from phalanx.parallel.cp_attention import ATTEND
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.context import sent_bytes_of_step
@@ -56,13 +57,17 @@ def batch() -> dict[str, torch.Tensor]:
     return example_batch(SHAPE, BATCH, SEQ_LEN, seed=3)
 
 
-KINDS = ("ring", "all-gather", "ulysses")
+KINDS = tuple(ATTEND)
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     **{f"cp2 {kind}": (2, {"cp": 2, "cp_attention": kind}) for kind in KINDS},
     **{f"cp4 {kind}": (4, {"cp": 4, "cp_attention": kind}) for kind in KINDS},
     "tp2 cp2 ring": (4, {"cp": 2, "tp": 2}),
     "cp4 ring bf16": (4, {"cp": 4, "precision": "bf16"}),
 }
+
+
+def test_the_table_is_what_a_job_can_name() -> None:
+    assert get_args(Parallel.model_fields["cp_attention"].annotation) == KINDS
 
 
 def count_sent(rank: int, num_ranks: int, parallel: dict[str, Any]) -> int:

@@ -57,6 +57,8 @@ def test_checks_read_keys_that_exist():
             'parallel.compress_rank: is for powersgd, and compress is "to',
         ),
         ("parallel.compress_fraction=0.5", "parallel.compress_fraction: is for topk"),
+        ("parallel.compress=inte8", "parallel.compress: unknown compression 'inte8'; did you mean \"int8\"?"),
+        ("parallel.compress=zip", "parallel.compress: unknown compression 'zip'; one of none, bf16, fp16,"),
         (
             "parallel.tp_chunks=4",
             "parallel.tp_chunks: is for tensor parallelism, and parallel.tp is 1; set parallel.tp",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.core.errors import EnvironmentProblem, ExitCode, LayoutError
-from phalanx.core.registry import is_foreign, names, require, resolve
+from phalanx.core.registry import is_foreign, names, require, resolve, told
 
 PACKAGE = "some_plugins"
 
@@ -33,6 +33,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_names_are_the_folders_modules_found_without_importing_them(folder: Path) -> None:
     assert names(PACKAGE) == ["alpha", "beta"]
     assert f"{PACKAGE}.beta" not in sys.modules
+
+
+def test_what_a_file_says_of_itself_is_read_without_importing_it(folder: Path) -> None:
+    """The file cannot be imported here, as one that needs torch cannot where there is none."""
+    (folder / "beta.py").write_text("import absent_dependency\nKEEPS = True\ndef build():\n    OTHER = 1\n")
+    assert told("beta", PACKAGE, "KEEPS", False) is True
+    assert told("beta", PACKAGE, "OTHER", 0) == 0
+    assert told("alpha", PACKAGE, "KEEPS", False) is False
+    assert told("nothing", PACKAGE, "KEEPS", False) is False
 
 
 def test_a_new_file_is_a_new_kind(folder: Path) -> None:

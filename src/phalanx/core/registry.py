@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import pkgutil
+from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import EnvironmentProblem, LayoutError, did_you_mean
@@ -16,6 +18,23 @@ def names(package: str) -> list[str]:
     assert spec is not None, package
     found = [module.name for module in pkgutil.iter_modules(list(spec.submodule_search_locations or ()))]
     return sorted(name for name in found if not name.startswith("_"))
+
+
+def told(kind: str, package: str, name: str, default: Any) -> Any:
+    """The literal that the module `kind` of `package` gives `name` at its top level, read without importing it.
+
+    For rooms that must not import torch, of files that do. `default` where the module says nothing.
+    """
+    spec = importlib.util.find_spec(package)
+    assert spec is not None, package
+    for folder in spec.submodule_search_locations or ():
+        path = Path(folder) / f"{kind}.py"
+        if not path.is_file():
+            continue
+        for line in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(line, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in line.targets):
+                return ast.literal_eval(line.value)
+    return default
 
 
 def is_foreign(kind: str | None) -> bool:

@@ -23,6 +23,9 @@ KINDS = {
     "observe.sinks": "phalanx.observe.sinks",
 }
 
+# Keys whose values are "none" or the files of a folder.
+FILES = {"parallel.compress": "phalanx.parallel.hooks"}
+
 _KEPT = ("description", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength", "pattern")
 
 
@@ -55,6 +58,9 @@ def _key(name: str, schema: dict[str, Any], definitions: dict[str, Any]) -> dict
     body = _value(schema, definitions)
     if name in KINDS:
         _offer(body, [{"enum": registry.names(KINDS[name])}, {"type": "string", "pattern": ":"}])
+    if name in FILES:
+        body.pop("minLength", None)
+        body["enum"] = [NONE, *registry.names(FILES[name])]
     if name == "model.preset":
         _offer(body, [{"enum": preset_names()}])
     default = schema.get("default")

@@ -6,13 +6,13 @@ import importlib.util
 
 from phalanx.core import registry
 from phalanx.core.errors import LayoutError, did_you_mean
-from phalanx.job.explain import Finding
+from phalanx.job.explain import Finding, printable
 from phalanx.job.hugging_face import is_hugging_face, read_config
 from phalanx.job.question import check, finding
 from phalanx.job.schema import Job
 
 MODELS, SINKS = "phalanx.nn.models", "phalanx.observe.sinks"
-OPTIMIZERS = "phalanx.optim.optimizers"
+OPTIMIZERS, HOOKS = "phalanx.optim.optimizers", "phalanx.parallel.hooks"
 
 
 @check("model.kind")
@@ -57,12 +57,22 @@ def sinks_exist(job: Job) -> list[Finding]:
     ]
 
 
+@check("parallel.compress")
+def compression_exists(job: Job) -> list[Finding]:
+    kind, known = job.parallel.compress, ["none", *names_in(HOOKS)]
+    if kind in known or len(known) == 1:
+        return []
+    what = f"unknown compression {printable(kind)!r}"
+    return [finding("parallel.compress", what, did_you_mean(kind, known) or f"one of {', '.join(known)}")]
+
+
 CHECKS = (
     model_exists,
     args_need_a_factory,
     objective_is_a_name,
     optimizer_exists,
     sinks_exist,
+    compression_exists,
 )
 
 

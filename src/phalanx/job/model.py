@@ -26,6 +26,11 @@ def preset_of(model: Model) -> Preset:
     return preset
 
 
+def kind_of(model: Model) -> str:
+    """The file of phalanx.nn.models that builds it: what the user named, else what the preset is of."""
+    return model.kind or preset_of(model).kind
+
+
 def given_keys(model: Model) -> dict[str, Any]:
     """The keys of the shape that the user set, and their values."""
     return {key: getattr(model, key) for key in SHAPE_KEYS if getattr(model, key) is not None}
@@ -55,7 +60,8 @@ def _shape(values: dict[str, Any], vocab_size: int, seq_len: int) -> ModelShape:
         values["max_positions"] = 0
     values.setdefault("max_positions", seq_len)
     values.setdefault("kind", "decoder")
-    values["vocab_size"] = 0 if values["kind"] == "vit" else values.get("vocab_size", vocab_size)
+    reads_images = values["kind"] != "decoder" and values.get("image_size")
+    values["vocab_size"] = 0 if reads_images else values.get("vocab_size", vocab_size)
     values.setdefault("tie_embeddings", False)
     return ModelShape(**values)
 
@@ -71,7 +77,7 @@ def _resolved(model: Model) -> dict[str, Any]:
         values.setdefault("value_head_dim", max(1, values["head_dim"] - values.get("rope_head_dim", 0)))
     if "expert_ffn_dim" in base:
         values.setdefault("expert_ffn_dim", _in_proportion("expert_ffn_dim", base, values))
-    return values
+    return values | {"kind": kind_of(model)}
 
 
 def _follows(base: dict[str, Any], given: dict[str, Any]) -> set[str]:

@@ -16,7 +16,7 @@ OF_TEXT = ("vocab_size", "tie_embeddings")
 
 def model_section(shape: ModelShape, more: Mapping[str, Any] | None = None) -> str:
     """Lines of TOML that mean `shape` exactly, whatever presets say; `more` are other keys of the section, in front."""
-    base = find_preset(DEFAULT_PRESETS[shape.kind])
+    base = find_preset(DEFAULT_PRESETS.get(shape.kind, "small"))
     assert base is not None
     defaults = ModelShape(0, 0, 0, 0, 0, 0, 0, False).to_json()
     said = {*ALWAYS, *(() if shape.reads_images else OF_TEXT), *base.values}

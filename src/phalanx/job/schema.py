@@ -343,8 +343,9 @@ class Parallel(Section):
     backward of a GPU."""
     offload: Literal["none", "optimizer", "parameters"] = "none"
     """What waits in host memory: optimizer state and update; or (ZeRO 2 and 3) parameters and gradients, too."""
-    compress: Literal["none", "fp16", "bf16", "int8", "topk", "powersgd"] = "none"
-    """How gradients travel between the ranks of DDP; none: in fp32, as they are (docs/compression.md)."""
+    compress: Text = "none"
+    """How gradients travel between the ranks of DDP: fp16, bf16, int8, topk, powersgd, or another file of
+    parallel/hooks; none: in fp32, as they are (docs/compression.md)."""
     compress_rank: Positive = 4
     """Of powersgd: columns of the thin matrices that stand for a gradient."""
     compress_fraction: Annotated[float, Field(gt=0, le=1)] = 0.01

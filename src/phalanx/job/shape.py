@@ -177,8 +177,10 @@ class ModelShape:
 
     @property
     def reads_images(self) -> bool:
-        """True for a vision transformer: images in, one label each. False: tokens in, the next token of each."""
-        return self.kind == "vit" or (self.measured is not None and self.image_size > 0)
+        """True for what has an image_size: images in, one label each. False: tokens in, the next token of each."""
+        if self.measured is None and self.kind == "decoder":
+            return False
+        return self.kind == "vit" or self.image_size > 0
 
     @property
     def is_gated(self) -> bool:

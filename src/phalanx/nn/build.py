@@ -11,7 +11,7 @@ from phalanx.core.digest import stable_hash64
 from phalanx.core.errors import LayoutError
 from phalanx.core.registry import resolve
 from phalanx.job.hugging_face import is_hugging_face
-from phalanx.job.model import preset_of
+from phalanx.job.model import kind_of
 from phalanx.job.schema import Job, Model
 from phalanx.job.shape import ModelShape
 from phalanx.nn.hf import factory_of
@@ -51,5 +51,5 @@ def build_objective(job: Job) -> Objective:
     elif job.model.is_foreign:
         objective = causal_cross_entropy(job.train.loss_chunk_tokens)
     else:
-        objective = resolve(preset_of(job.model).kind, MODELS, "default_objective")(job.train.loss_chunk_tokens)
+        objective = resolve(kind_of(job.model), MODELS, "default_objective")(job.train.loss_chunk_tokens)
     return objective

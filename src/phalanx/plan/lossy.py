@@ -8,7 +8,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.core.units import format_bytes
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
-from phalanx.plan.memory import ERROR_FEEDBACK
+from phalanx.plan.memory import keeps_error
 
 
 def require_whole_copies(job: Job, ranks: int) -> None:
@@ -50,7 +50,7 @@ def lossy_reasons(job: Job, shape: ModelShape, ranks: int) -> list[str]:
     compress = job.parallel.compress
     if compress != "none" and ranks > 1:
         line = f"gradients travel as {_in_words(job)}: not what one process computes"
-        if compress in ERROR_FEEDBACK:
+        if keeps_error(compress):
             size = format_bytes(4 * shape.num_params)
             line += f"; what is not sent is added to the next step's, {size} more per rank and in every checkpoint"
         reasons.append(line)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
+from phalanx.core.registry import told
 from phalanx.job import counts
 from phalanx.job.shape import ModelShape
 from phalanx.plan import activations
@@ -28,7 +30,7 @@ CATEGORIES = (
     "staging",
 )
 LOOKED_UP_BYTES = 9  # of a token, where the embedding is cut: its row here, and whether that is elsewhere
-ERROR_FEEDBACK = ("int8", "topk", "powersgd")  # the compressions that keep what they have not sent
+HOOKS = "phalanx.parallel.hooks"
 
 # glibc keeps freed blocks: 0.2 to 0.5 of the activations in the fp32 runs of docs/benchmarks.md. What CUDA's caching
 # allocator keeps is not counted: its statistics, which a plan is compared with, are in allocated bytes.
@@ -98,7 +100,13 @@ class Workload:
     @property
     def error_bytes(self) -> int:
         """Per parameter, of what compression has not sent yet. Each rank has its own."""
-        return 4 if self.compress in ERROR_FEEDBACK else 0
+        return 4 if keeps_error(self.compress) else 0
+
+
+@cache
+def keeps_error(compress: str) -> bool:
+    """True for a compression that keeps what it has not sent in a step, as its file says."""
+    return compress != "none" and bool(told(compress, HOOKS, "KEEPS_ERROR", False))
 
 
 def activation_bytes(shape: ModelShape, work: Workload) -> float:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
+
+from phalanx.job.schema import Parallel
 
 AXES = ("cp", "cp_attention", "cp_load_balance")
 
 Layouts = Iterator[tuple[str, dict[str, Any]]]
-_KINDS = ("ring", "all-gather", "ulysses")
+_KINDS = get_args(Parallel.model_fields["cp_attention"].annotation)
 
 
 def contexts(num_ranks: int) -> Layouts:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from phalanx.plan.memory import ERROR_FEEDBACK
+from phalanx.plan.memory import keeps_error
 from phalanx.verify.row import Difference
 from phalanx.verify.trace_facts import INITIAL, UPDATED, Trace, gradients_of
 
@@ -19,7 +19,7 @@ the second step on weights differ by it, and a ReLU that turns elsewhere makes t
 
 def is_lossy(compress: str) -> bool:
     """True where most of a gradient may stay behind; casts only round."""
-    return compress in ERROR_FEEDBACK
+    return keeps_error(compress)
 
 
 def tolerance_of(compress: str, exact: float) -> float:

@@ -36,7 +36,11 @@ class Gradient:
 
 
 class Hook(Protocol):
-    """`keeps_error`: what is not sent in a step is added to the next one's gradient (error feedback)."""
+    """`keeps_error`: what is not sent in a step is added to the next one's gradient (error feedback).
+
+    A file with such a hook says so at its top level, too, as `KEEPS_ERROR = True`: the plan counts the bytes of the
+    errors, and reads files without importing torch.
+    """
 
     keeps_error: bool
 

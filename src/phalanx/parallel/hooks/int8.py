@@ -19,6 +19,7 @@ from phalanx.parallel.wire import Wire
 BLOCK = 256
 LEVELS = 127
 SCALE = torch.float32
+KEEPS_ERROR = True
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Cut:
 
 
 class Int8:
-    keeps_error = True
+    keeps_error = KEEPS_ERROR
 
     def shared_slots(self, name: str, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         return {}

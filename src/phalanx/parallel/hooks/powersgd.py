@@ -16,10 +16,11 @@ from phalanx.parallel.hooks._protocol import Gradient, Settings
 from phalanx.parallel.wire import Wire
 
 Q = "q"
+KEEPS_ERROR = True
 
 
 class PowerSgd:
-    keeps_error = True
+    keeps_error = KEEPS_ERROR
 
     def __init__(self, rank: int, seed: int) -> None:
         self._rank, self._seed = rank, seed

@@ -13,9 +13,11 @@ import torch
 from phalanx.parallel.hooks._protocol import Gradient, Settings
 from phalanx.parallel.wire import Wire
 
+KEEPS_ERROR = True
+
 
 class TopK:
-    keeps_error = True
+    keeps_error = KEEPS_ERROR
 
     def __init__(self, fraction: float) -> None:
         self._fraction = fraction
