@@ -18,6 +18,8 @@ from phalanx.nn.hf import build
 from phalanx.nn.objective import logits_cross_entropy
 from phalanx.plan.coverage import check_rules, whole_by_default
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 transformers = pytest.importorskip("transformers")
 TEXT = [name for name in ZOO if name not in ("vit", "bert", "t5", "mamba", "bloom", "falcon")]
 
