@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import importlib
+import importlib.util
 import json
 import os
 import runpy
@@ -26,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-NURSERY = "PHALANX_TESTS_NURSERY"
+NURSERY, HOME = "PHALANX_TESTS_NURSERY", "PHALANX_TESTS_HOME"
 PROBE, SERVER = "phalanx.nn.probe", "phalanx.launch.server"
 MODULES = (PROBE, SERVER)
 # What they import, but not they themselves: each runs as `__main__`.
@@ -36,6 +37,13 @@ AT_START = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH", "LD_", "M
 NOT_AT_START = ("PYTHONPATH",)
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 MAX_BYTES, MAX_FDS, FAR = 1 << 18, 16, 200
+
+
+def _home() -> str:
+    """Where the phalanx is that this process imports."""
+    found = importlib.util.find_spec("phalanx")
+    assert found is not None
+    return str(found.origin)
 
 
 def at_start(env: Mapping[str, str]) -> dict[str, str]:
@@ -141,7 +149,7 @@ class Nursery:
 
     def variables(self) -> dict[str, str]:
         """What a command's environment needs to find it."""
-        return {NURSERY: self._path}
+        return {NURSERY: self._path, HOME: _home()}
 
     def end(self) -> None:
         os.close(self._life)
@@ -217,6 +225,7 @@ def popen(command: Any, **options: Any) -> Any:
         words[:1] != [sys.executable]
         or words[1 + is_safe : 2 + is_safe] != ["-m"]
         or module not in MODULES
+        or os.environ[HOME] != _home()
         or at_start(ONE_THREAD | env) != at_start(ONE_THREAD | os.environ)
     ):
         return _Popen(command, **options)
