@@ -24,7 +24,7 @@ from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.build import build_objective
 from phalanx.nn.objective import CausalOutput
 from phalanx.optim.build import build_optimizer
-from phalanx.parallel.model import Batch, ParallelModel
+from phalanx.parallel.model import READS_PARTS, Batch, ParallelModel, together
 from phalanx.parallel.parallelize import parallelize, transforms
 from phalanx.plan.coverage import check_rules, whole_by_default
 from phalanx.plan.layout import Layout
@@ -225,7 +225,9 @@ def _loss_sum(job: Job, plan: Plan) -> LossSum:
         args = (batch["inputs"],) if "inputs" in batch else ()
         outputs = module(*args, **extras)
         can_read = isinstance(outputs, torch.Tensor | CausalOutput)  # else the objective says what it wants
-        return (plain_cross_entropy if is_textbook and can_read else objective)(outputs, batch)
+        if is_textbook and can_read:
+            return plain_cross_entropy(outputs, batch)
+        return objective(outputs if getattr(objective, READS_PARTS, False) else together(outputs), batch)
 
     return loss_sum
 
