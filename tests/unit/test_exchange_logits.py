@@ -9,21 +9,28 @@ import json
 import logging
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_exchange_experts import cut_shard
 from test_families import SCALINGS, VOCAB, gemma3, hf, randomised, theirs, tiny
 from torch import nn
 
+from checkpoints import run_threads, save_shards
+from phalanx.checkpoint.exchange.bags import open_safetensors
 from phalanx.checkpoint.exchange.casts import cast_bits
 from phalanx.checkpoint.exchange.hf_export import Rounding, export_hugging_face
 from phalanx.checkpoint.exchange.importing import from_hugging_face, write_import
 from phalanx.checkpoint.exchange.stored import StoredBag
 from phalanx.checkpoint.verify import verify_checkpoint
 from phalanx.checkpoint.weights import load_weights
+from phalanx.job.shape import ModelShape
 from phalanx.nn.models import decoder, vit
+from phalanx.nn.objective import causal_cross_entropy
+from phalanx.plan.layout import Layout
 from ranks import run_ranks
 
 FILE_BYTES = 20_000  # so that every model is in several files
@@ -76,6 +83,15 @@ def image_model() -> nn.Module:
 
 
 WINDOWS = {"use_sliding_window": True, "sliding_window": 5}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+OF_DOTS = {
+    "n_routed_experts": 5,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "head_dim": 8,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
 EVERY_SECOND = ["sliding_attention", "full_attention"] * 2
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: of_preset("Llama", "llama2-7b"),
@@ -100,12 +116,16 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": gpt2,
     "gpt2 with exact GELU, untied": lambda: gpt2(activation_function="gelu", tie_word_embeddings=False, n_inner=40),
     "mixtral": lambda: built("Mixtral", num_local_experts=3, sliding_window=None),
-    "qwen3-moe": lambda: built(
-        "Qwen3Moe", num_experts=3, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True, head_dim=8
+    "mixtral, stacked": lambda: built("Mixtral", num_local_experts=3, sliding_window=7),
+    "qwen3-moe": lambda: built("Qwen3Moe", **EXPERTS, norm_topk_prob=True),
+    "qwen3-moe, stacked, not normalized": lambda: built("Qwen3Moe", **EXPERTS, norm_topk_prob=False),
+    "dots1": lambda: built("Dots1", **OF_DOTS, norm_topk_prob=True, routed_scaling_factor=2.5),
+    "dots1, stacked, not normalized": lambda: built("Dots1", **OF_DOTS, norm_topk_prob=False, **WINDOWS),
+    "glm4-moe that rotates whole heads": lambda: built(
+        "Glm4Moe", **OF_DOTS, rope_parameters=rope() | {"partial_rotary_factor": 1.0}
     ),
     "vit": image_model,
 }
-ONLY_PLANNED = ("mixtral", "qwen3-moe")
 
 
 def logits(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
@@ -120,9 +140,15 @@ def logits(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     )
 
 
-def journey(model: nn.Module, place: Path) -> dict[str, Any]:
+def journey(name: str, model: nn.Module, place: Path) -> dict[str, Any]:
     """Theirs to ours to theirs; relative errors of the logits on both halves of the way, and what else is asked."""
-    model.save_pretrained(place / "theirs", max_shard_size="20KB")
+    stacked = "stacked" in name
+    biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    for bias in biases:  # large enough to choose
+        bias.copy_(0.3 * torch.randn(bias.shape, generator=torch.Generator().manual_seed(3)))
+    model.save_pretrained(place / "theirs", max_shard_size="20KB", save_original_format=not stacked)
+    names = open_safetensors(place / "theirs").tensors
+    assert stacked == any(their_name.endswith(".experts.gate_up_proj") for their_name in names)
     weights = from_hugging_face(place / "theirs")
     assert weights.shape is not None
     checkpoint = write_import(weights, place / "imported", None, file_bytes=FILE_BYTES)
@@ -137,10 +163,9 @@ def journey(model: nn.Module, place: Path) -> dict[str, Any]:
     wanted = logits(model, inputs)
     found = {"std": wanted.std().item(), "damage": [str(p) for p in verify_checkpoint(checkpoint)], "ours": 0.0}
     found["num_files"] = len(list(checkpoint.glob("*.safetensors")))
-    if not shape.num_experts:
-        module = (vit if is_vit else decoder).build(shape)
-        load_weights(module, place / "imported")
-        found["ours"] = ((logits(module, inputs) - wanted).abs().max() / wanted.abs().max()).item()
+    module = (vit if is_vit else decoder).build(shape)
+    load_weights(module, place / "imported")
+    found["ours"] = ((logits(module, inputs) - wanted).abs().max() / wanted.abs().max()).item()
     with StoredBag(checkpoint) as bag:
         exported = export_hugging_face(bag, shape, place / "back", shard_bytes=FILE_BYTES)
     opened = getattr(hf(), exported.auto_class).from_pretrained(place / "back", attn_implementation="eager")
@@ -151,10 +176,65 @@ def journey(model: nn.Module, place: Path) -> dict[str, Any]:
     return found
 
 
+OURS = ModelShape(
+    *(2, 32, 4, 2, 8, 48, VOCAB, False), num_experts=4, experts_per_token=2, expert_ffn_dim=24, balance_loss=0.01
+)
+TRAINED: dict[str, tuple[str, ModelShape]] = {
+    "our mixtral": ("MixtralForCausalLM", OURS),
+    "our qwen3-moe": ("Qwen3MoeForCausalLM", replace(OURS, qk_norm=True, router_normalize=False)),
+    "our glm4-moe": (
+        "Glm4MoeForCausalLM",
+        replace(OURS, num_shared_experts=1, num_dense_layers=1, router_scores="sigmoid", balance_bias=0.001),
+    ),
+    "our dots1": (
+        "Dots1ForCausalLM",
+        replace(
+            OURS,
+            qk_norm=True,
+            num_shared_experts=2,
+            num_dense_layers=1,
+            router_scores="sigmoid",
+            router_scale=2.5,
+            balance_bias=0.001,
+        ),
+    ),
+}
+
+
+def from_training(shape: ModelShape, place: Path) -> dict[str, Any]:
+    """Ours after three steps, saved as eight ranks of ep, tp and FSDP hold it, in transformers' hands."""
+    torch.manual_seed(0)
+    module = decoder.build(shape)
+    randomised(module)
+    for buffer in module.buffers():
+        buffer.copy_(0.3 * torch.randn(buffer.shape))
+    tokens = torch.randint(VOCAB, (3, 32))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    for _ in range(3):
+        loss_sum, count = causal_cross_entropy(64)(module(tokens[:, :-1]), {"targets": tokens[:, 1:]})
+        (loss_sum / count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    values = {name: tensor.numpy() for name, tensor in module.state_dict().items()}
+
+    def save(group: Any) -> Path:
+        shards = {name: cut_shard(name, value, group.rank) for name, value in values.items()}
+        return save_shards(place / "run", 3, shards, group)
+
+    checkpoint = run_threads(Layout(dp_shard=8), save)[0]
+    with StoredBag(checkpoint) as bag:
+        exported = export_hugging_face(bag, shape, place / "out", shard_bytes=FILE_BYTES)
+    opened = hf().AutoModelForCausalLM.from_pretrained(place / "out", attn_implementation="eager")
+    wanted, have = logits(module.eval(), tokens), logits(opened, tokens)
+    error = ((have - wanted).abs().max() / wanted.abs().max()).item()
+    return {"class": type(opened).__name__, "told": exported.architecture, "error": error, "std": wanted.std().item()}
+
+
 def journeys(rank: int, place: Path) -> dict[str, dict[str, Any]]:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    return {name: journey(make(), place / str(number)) for number, (name, make) in enumerate(MODELS.items())}
+    found = {name: journey(name, make(), place / str(number)) for number, (name, make) in enumerate(MODELS.items())}
+    return found | {name: from_training(shape, place / name) for name, (_, shape) in TRAINED.items()}
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +245,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 
 @pytest.mark.parametrize("name", MODELS)
 def test_our_module_with_imported_weights_computes_what_theirs_does(name: str, found: Any) -> None:
-    """Theirs is the reference: relative to the largest logit, in fp32. Experts are not built yet."""
+    """Theirs is the reference: relative to the largest logit, in fp32."""
     assert found[name]["std"] > 0.1
     assert found[name]["damage"] == []
     assert found[name]["num_files"] > 1
@@ -179,6 +259,14 @@ def test_what_was_exported_is_what_was_imported(name: str, found: Any) -> None:
     assert found[name]["class"]
     assert found[name]["bits"]
     assert found[name]["back"] < 1e-6
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_experts_that_we_trained_compute_the_same_in_transformers(name: str, found: Any) -> None:
+    """Ours is the reference; relative to the largest logit, in fp32."""
+    assert (found[name]["class"], found[name]["told"]) == (TRAINED[name][0], TRAINED[name][0])
+    assert found[name]["std"] > 0.1
+    assert found[name]["error"] < TOLERANCE
 
 
 # Directories as they are found in the world

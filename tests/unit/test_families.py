@@ -139,7 +139,7 @@ def assert_same(model: nn.Module, decoder: Decoder, length: int = LENGTH, tolera
     tokens = torch.randint(VOCAB, (2, length), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         wanted = model(tokens, attention_mask=torch.ones_like(tokens)).logits
-        hidden, head, _ = decoder(tokens)
+        hidden, head, *_ = decoder(tokens)
         found = hidden @ head.T
     assert wanted.std() > 0.1
     assert (found - wanted).abs().max() < tolerance * wanted.abs().max()

@@ -100,7 +100,7 @@ def stage_blocks(
             for piece, shard, box in reads:
                 dtype = manifest.tensors[shard.name].dtype
                 entry = _entry(source, piece, dtype)
-                start, size = _overlap(box, piece) or ((), ())
+                start, size = piece.overlap(box.global_offset, box.size) or ((), ())
                 inside = tuple(s - o for s, o in zip(start, piece.offset, strict=True))
                 block = torch.from_numpy(source.read_block(entry, inside, size))
                 target = shard.tensor[
@@ -125,7 +125,7 @@ def _wanted(
         for box in shard.boxes:
             covered = 0
             for piece in manifest.tensors[name].pieces:
-                if overlap := _overlap(box, piece):
+                if overlap := piece.overlap(box.global_offset, box.size):
                     covered += math.prod(overlap[1])
                     wanted.setdefault(piece.file, []).append((piece, shard, box))
             if covered != math.prod(box.size):
@@ -144,15 +144,3 @@ def _entry(source: CheckedFile, piece: Piece, dtype: str) -> Entry:
             where=source.where,
         )
     return entry
-
-
-def _overlap(box: Box, piece: Piece) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """(global start, size) of what a box and a piece share, or None."""
-    starts, sizes = [], []
-    for b, bn, p, pn in zip(box.global_offset, box.size, piece.offset, piece.size, strict=True):
-        start, stop = max(b, p), min(b + bn, p + pn)
-        if stop <= start:
-            return None
-        starts.append(start)
-        sizes.append(stop - start)
-    return tuple(starts), tuple(sizes)

@@ -37,6 +37,17 @@ class Piece:
     size: tuple[int, ...]
     xxh3_128: str = ""
 
+    def overlap(self, offset: tuple[int, ...], size: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """(start in the full tensor, size) of what it shares with a box of the tensor; None if that is nothing."""
+        starts, sizes = [], []
+        for own, own_size, other, other_size in zip(self.offset, self.size, offset, size, strict=True):
+            start, stop = max(own, other), min(own + own_size, other + other_size)
+            if stop <= start:
+                return None
+            starts.append(start)
+            sizes.append(stop - start)
+        return tuple(starts), tuple(sizes)
+
 
 @dataclass(frozen=True)
 class StoredTensor:

@@ -29,6 +29,7 @@ class WholeTensors:
     def __init__(self, place: Folder | Path, manifest: Manifest) -> None:
         self.folder, self.manifest = as_folder(place), manifest
         self._files: dict[str, CheckedFile] = {}
+        self._tiled: set[str] = set()
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -39,21 +40,35 @@ class WholeTensors:
 
     def load(self, name: str) -> Bits:
         """A tensor's bits, as unsigned integers of its element's size."""
+        shape = self.manifest.tensors[name].shape
+        return self._load_box(name, (0,) * len(shape), shape)
+
+    def load_element(self, name: str, number: int) -> Bits:
+        """What lies at `number` of its first dimension; nothing else of it is read."""
+        shape = self.manifest.tensors[name].shape
+        return self._load_box(name, (number,) + (0,) * (len(shape) - 1), (1, *shape[1:]))[0]
+
+    def _load_box(self, name: str, offset: tuple[int, ...], size: tuple[int, ...]) -> Bits:
         stored = self.manifest.tensors[name]
         if stored.dtype not in DTYPES:
             raise CheckpointError(f"{name} is of type {stored.dtype}, which nobody writes", where=self.folder.url)
         dtype = bits_type(stored.dtype)
-        if not is_tiled(stored):
+        if name not in self._tiled and not is_tiled(stored):
             raise CheckpointError(f"{name} is not whole in the checkpoint", where=self.folder.url)
-        whole = np.empty(stored.shape, dtype)
+        self._tiled.add(name)
+        found = np.empty(size, dtype)
         for piece in stored.pieces:
+            if (shared := piece.overlap(offset, size)) is None:
+                continue
+            start, length = shared
             file = self._file(piece.file)
             entry = file.entries.get(piece.key)
             if entry is None or (entry.shape, entry.dtype) != (piece.size, DTYPES[stored.dtype][0]):
                 raise CheckpointError(f"{piece.key} is not the block of {name} it should be", where=file.where)
-            block = file.read_block(entry, (0,) * len(piece.size), piece.size).view(dtype).reshape(piece.size)
-            whole[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.size, strict=True))] = block
-        return whole
+            inside = tuple(s - o for s, o in zip(start, piece.offset, strict=True))
+            block = file.read_block(entry, inside, length).view(dtype).reshape(length)
+            found[tuple(slice(s - o, s - o + n) for s, o, n in zip(start, offset, length, strict=True))] = block
+        return found
 
     def _file(self, name: str) -> CheckedFile:
         if name not in self._files:

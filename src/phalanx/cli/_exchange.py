@@ -52,7 +52,7 @@ def export(place: str, out: str, form: str, dtype: str | None, shard_gb: float, 
                 extras=extras,
                 progress=line.update,
             )
-    notes = [tokens.note] if tokens.note else []
+    notes = [*exported.notes, *([tokens.note] if tokens.note else [])]
     if as_json:
         facts = {"checkpoint": folder.url, "out": out, **vars(exported), "notes": notes}
         print_json("checkpoint-export", facts, indent=1)
@@ -125,7 +125,7 @@ def _facts(weights: Weights, checkpoint: Path) -> dict[str, Any]:
     dtypes = sorted({tensor.described.dtype for tensor in weights.tensors})
     return {
         "checkpoint": str(checkpoint),
-        "num_tensors": len(weights.tensors),
+        "num_tensors": len({tensor.name for tensor in weights.tensors}),
         "num_bytes": weights.num_bytes,
         "dtype": " and ".join(dtypes),
         "model_toml": str(checkpoint.parents[1] / MODEL_TOML) if weights.shape else None,

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint.exchange.settings import canonical
+from phalanx.checkpoint.exchange.settings import computed
 from phalanx.checkpoint.fit import MisfitError, Wanted, find_misfits
 from phalanx.checkpoint.folder import Folder
 from phalanx.checkpoint.manifest import Manifest, read_manifest
@@ -19,7 +19,7 @@ from phalanx.core.errors import CheckpointError
 from phalanx.job.model import fixed_vocab_size, shape_of
 from phalanx.job.schema import Job, Model
 from phalanx.job.shape import ModelShape
-from phalanx.job.tensors import tensor_shapes
+from phalanx.job.tensors import stored_shapes
 
 INIT = "init.json"  # in the run directory: what was decided, for every attempt
 TRAINED_IN = "float32"
@@ -88,7 +88,7 @@ def _find(place: str) -> Folder:
 
 
 def _require_fit(folder: Folder, manifest: Manifest, shape: ModelShape, cast: bool) -> None:
-    wanted = {name: Wanted(size, TRAINED_IN) for name, size in tensor_shapes(shape).items()}
+    wanted = {name: Wanted(size, TRAINED_IN) for name, size in stored_shapes(shape).items()}
     misfits = find_misfits(wanted, manifest.tensors, cast=cast)
     if not misfits:
         return
@@ -100,7 +100,7 @@ def _require_fit(folder: Folder, manifest: Manifest, shape: ModelShape, cast: bo
 
 def _differences(made_for: ModelShape, shape: ModelShape) -> tuple[str, ...]:
     """What no tensor's shape shows."""
-    was, now = canonical(made_for).to_json(), canonical(shape).to_json()
+    was, now = computed(made_for).to_json(), computed(shape).to_json()
     return tuple(f"{key} {was[key]}, and model.{key} is {now[key]}" for key in was if was[key] != now[key])
 
 

@@ -8,7 +8,15 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from phalanx.job import checkpoint_checks, fault_checks, kind_checks, pipeline_checks, rank_checks, train_checks
+from phalanx.job import (
+    checkpoint_checks,
+    expert_checks,
+    fault_checks,
+    kind_checks,
+    pipeline_checks,
+    rank_checks,
+    train_checks,
+)
 from phalanx.job.data_checks import QUESTIONS as DATA_QUESTIONS
 from phalanx.job.explain import Finding
 from phalanx.job.model_checks import QUESTIONS as MODEL_QUESTIONS
@@ -22,6 +30,7 @@ CHECKS: tuple[Check, ...] = (
     *(Check(question, keys, keys) for question, keys in DATA_QUESTIONS),
     *rank_checks.CHECKS,
     *pipeline_checks.CHECKS,
+    *expert_checks.CHECKS,
     *train_checks.CHECKS,
     *checkpoint_checks.CHECKS,
     *fault_checks.CHECKS,

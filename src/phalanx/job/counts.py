@@ -61,9 +61,9 @@ def ffn_weights(shape: ModelShape, width: int) -> int:
     return (3 if shape.is_gated else 2) * shape.dim * width
 
 
-def experts_params(shape: ModelShape) -> int:
-    """Of the experts of one block, without the router."""
-    return (shape.num_experts + shape.num_shared_experts) * ffn_params(shape, shape.expert_ffn_dim)
+def experts_params(shape: ModelShape, ep: int = 1) -> int:
+    """Of the experts of one block, without the router; of those that a rank has, where `ep` ranks spread them."""
+    return (shape.num_experts // ep + shape.num_shared_experts) * ffn_params(shape, shape.expert_ffn_dim)
 
 
 def router_params(shape: ModelShape) -> int:
@@ -74,29 +74,29 @@ def _block_norms(shape: ModelShape) -> int:
     return (4 if shape.post_norms else 2) * norm_params(shape)
 
 
-def block_params(shape: ModelShape) -> int:
+def block_params(shape: ModelShape, ep: int = 1) -> int:
     """Of the largest block."""
-    dense, sparse = _feed_forward_of_blocks(shape)
+    dense, sparse = _feed_forward_of_blocks(shape, ep)
     return attention_params(shape) + _block_norms(shape) + max(dense, sparse)
 
 
-def _feed_forward_of_blocks(shape: ModelShape) -> tuple[int, int]:
+def _feed_forward_of_blocks(shape: ModelShape, ep: int) -> tuple[int, int]:
     """Of a block with a dense feed-forward and of one with experts; 0 where there is none."""
     has_dense = shape.num_expert_layers < shape.num_layers
-    sparse = experts_params(shape) + router_params(shape) if shape.num_expert_layers else 0
+    sparse = experts_params(shape, ep) + router_params(shape) if shape.num_expert_layers else 0
     return ffn_params(shape, shape.ffn_dim) if has_dense else 0, sparse
 
 
-def blocks_params(shape: ModelShape) -> int:
+def blocks_params(shape: ModelShape, ep: int = 1) -> int:
     """Of all blocks together."""
-    dense, sparse = _feed_forward_of_blocks(shape)
+    dense, sparse = _feed_forward_of_blocks(shape, ep)
     same = shape.num_layers * (attention_params(shape) + _block_norms(shape))
     return same + (shape.num_layers - shape.num_expert_layers) * dense + shape.num_expert_layers * sparse
 
 
-def params_of_block(shape: ModelShape, layer: int) -> int:
+def params_of_block(shape: ModelShape, layer: int, ep: int = 1) -> int:
     """Of the block `layer`, counted from 0."""
-    dense, sparse = _feed_forward_of_blocks(shape)
+    dense, sparse = _feed_forward_of_blocks(shape, ep)
     has_experts = layer >= shape.num_layers - shape.num_expert_layers
     return attention_params(shape) + _block_norms(shape) + (sparse if has_experts else dense)
 

@@ -143,11 +143,9 @@ def refuse_untrainable(job: Job) -> None:
     if job.model.is_foreign:
         return
     shape = shape_of(job, vocab_size=1)
-    missing = ["experts"] if shape.num_experts else []
-    missing += ["latent attention"] if shape.kv_rank else []
-    if missing:
+    if shape.kv_rank:
         raise LayoutError(
-            f"a model with {' and '.join(missing)} can be planned and cannot be trained yet",
+            "a model with latent attention can be planned and cannot be trained yet",
             fix="use phalanx plan, or another model.preset",
         )
 

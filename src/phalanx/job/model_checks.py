@@ -19,7 +19,10 @@ from phalanx.job.shape import ModelShape
 
 Question = Callable[[Job], list[Finding]]
 
-EXPERT_KEYS = ("experts_per_token", "expert_ffn_dim", "num_shared_experts", "num_dense_layers")
+EXPERT_KEYS = (
+    *("experts_per_token", "expert_ffn_dim", "num_shared_experts", "num_dense_layers"),
+    *("router_scores", "router_normalize", "router_scale", "expert_capacity", "balance_loss", "balance_bias"),
+)
 LATENT_KEYS = ("num_kv_heads", "head_dim", "qk_norm", "bias")  # which latent attention does not read
 IMAGE_KEYS = ("image_size", "patch_size", "num_channels", "num_classes", "pooling")
 TEXT_KEYS = (
@@ -55,7 +58,7 @@ def key_is_read(key: str, job: Job) -> list[Finding]:
         return []
     if job.model.is_foreign:
         return [_finding(key, f"{key} is not read by your own model", "put it in model.args")]
-    shape = _shape(job)
+    shape = shape_or_none(job)
     if shape is None or job.model.kind not in (None, *DEFAULT_PRESETS):
         return []
     if key in (TEXT_KEYS if shape.reads_images else IMAGE_KEYS):
@@ -83,7 +86,7 @@ def _needed(key: str, shape: ModelShape) -> str:
 
 
 def scaling_is_complete(job: Job) -> list[Finding]:
-    shape = _shape(job)
+    shape = shape_or_none(job)
     if shape is None or shape.rope_scaling == "none":
         return []
     findings = []
@@ -99,7 +102,7 @@ def scaling_is_complete(job: Job) -> list[Finding]:
 
 
 def heads_divide_dim(job: Job) -> list[Finding]:
-    shape = _shape(job)
+    shape = shape_or_none(job)
     if shape is None:
         return []
     dim, heads = shape.dim, shape.num_heads
@@ -116,7 +119,7 @@ def heads_divide_dim(job: Job) -> list[Finding]:
 
 
 def kv_heads_divide_heads(job: Job) -> list[Finding]:
-    shape = _shape(job)
+    shape = shape_or_none(job)
     if shape is None or shape.num_heads % shape.num_kv_heads == 0:
         return []
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
@@ -125,7 +128,7 @@ def kv_heads_divide_heads(job: Job) -> list[Finding]:
 
 
 def sequences_have_positions(job: Job) -> list[Finding]:
-    shape, seq_len = _shape(job), job.data.seq_len
+    shape, seq_len = shape_or_none(job), job.data.seq_len
     if shape is None or shape.positions != "learned" or shape.reads_images or seq_len <= shape.max_positions:
         return []
     what = f"sequences of {seq_len} tokens, and the model has {shape.max_positions} learned positions"
@@ -133,7 +136,7 @@ def sequences_have_positions(job: Job) -> list[Finding]:
 
 
 def patches_fill_the_image(job: Job) -> list[Finding]:
-    shape = _shape(job)
+    shape = shape_or_none(job)
     if shape is None or not shape.reads_images or shape.image_size % shape.patch_size == 0:
         return []
     what = f"patches of {shape.patch_size} pixels do not fill an image of {shape.image_size}"
@@ -141,7 +144,7 @@ def patches_fill_the_image(job: Job) -> list[Finding]:
 
 
 def experts_are_complete(job: Job) -> list[Finding]:
-    shape = _shape(job)
+    shape = shape_or_none(job)
     if shape is None or not shape.num_experts:
         return []
     findings = []
@@ -153,6 +156,8 @@ def experts_are_complete(job: Job) -> list[Finding]:
     if shape.num_dense_layers >= shape.num_layers:
         what = f"{shape.num_dense_layers} of {shape.num_layers} blocks have no experts"
         findings.append(_finding("num_dense_layers", what, f"at most {shape.num_layers - 1}"))
+    if shape.bias == "all":
+        findings.append(_finding("bias", "experts have no biases", "model.bias=qkv or none"))
     return findings
 
 
@@ -191,7 +196,7 @@ QUESTIONS: list[tuple[Question, tuple[str, ...]]] = [
 """Each question, and the keys it reads: of those that the file gives, the first is told."""
 
 
-def _shape(job: Job) -> ModelShape | None:
+def shape_or_none(job: Job) -> ModelShape | None:
     """The shape that the section asks for, or None where another question already refuses it."""
     model = job.model
     if model.is_foreign or preset_exists(job) or preset_is_of_this_kind(job):

@@ -111,7 +111,7 @@ class Model(Section):
     global_every: Count | None = None
     """Every n-th block has no window (0: every block has it)."""
     num_experts: Count | None = None
-    """Experts of a block (0: none). Planned, not yet trained."""
+    """Experts of a block (0: none)."""
     experts_per_token: Count | None = None
     """Experts that one token visits."""
     expert_ffn_dim: Count | None = None
@@ -120,6 +120,19 @@ class Model(Section):
     """Experts that every token visits, besides."""
     num_dense_layers: Count | None = None
     """Blocks at the beginning that have no experts."""
+    router_scores: Literal["softmax", "sigmoid"] | None = None
+    """How a router scores experts: softmax over all of them, or sigmoid of each (DeepSeek-V3)."""
+    router_normalize: bool | None = None
+    """The weights of the experts that a token visits add up to 1 (Mixtral, Qwen 3)."""
+    router_scale: PositiveFloat | None = None
+    """What these weights are multiplied by."""
+    expert_capacity: Annotated[float, Field(ge=0)] | None = None
+    """Tokens of one sequence that an expert takes, as a multiple of its even share; those after them are dropped
+    (0: none is)."""
+    balance_loss: Annotated[float, Field(ge=0)] | None = None
+    """Weight of the auxiliary loss, per sequence, that evens out what experts get (0: none)."""
+    balance_bias: Annotated[float, Field(ge=0)] | None = None
+    """How much each step moves the bias by which experts are chosen against the load of the step (0: no bias)."""
     image_size: Positive | None = None
     """Height and width of an image, in pixels (kind = "vit", as the keys below)."""
     patch_size: Positive | None = None
@@ -277,6 +290,9 @@ class Parallel(Section):
     cp_load_balance: Literal["zigzag", "none"] = "zigzag"
     """With cp: zigzag gives each rank an early and a late part of a sequence, so that all have equal work under a
     causal mask; none: one run of tokens. (ulysses has equal work anyway, and cuts no further than none.)"""
+    ep: Positive | None = None
+    """Ranks over which the experts of a model are spread (expert parallelism). They are ranks of dp_shard x cp, which
+    ep must divide, and it adds none: docs/experts.md."""
     pp: Positive | None = None
     """Ranks over which the blocks of a model are spread in stages (pipeline parallelism): docs/pipeline.md."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zb-v", "dualpipe-v"] | None = None

@@ -14,13 +14,15 @@ Bias = Literal["none", "qkv", "all"]
 Positions = Literal["rope", "learned"]
 RopeScaling = Literal["none", "linear", "ntk", "llama3", "yarn"]
 Pooling = Literal["class_token", "mean"]
+RouterScores = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True)
 class Holder:
     """A module that holds parameters itself. Of a linear layer and an embedding also their widths; else 0.
 
-    `kind`: "linear", "embedding", "attention" (a part of an nn.MultiheadAttention), or the name of its class.
+    `kind`: "linear", "grouped" (those of several experts in one), "embedding", "attention" (a part of an
+    nn.MultiheadAttention), or the name of its class.
     """
 
     name: str
@@ -136,6 +138,18 @@ class ModelShape:
     """Experts of the same width that every token visits (DeepSeek)."""
     num_dense_layers: int = 0
     """The first blocks, with a feed-forward of ffn_dim instead of experts."""
+    router_scores: RouterScores = "softmax"
+    """How a router scores experts: softmax over all of them, or sigmoid of each."""
+    router_normalize: bool = True
+    """The weights of the experts that a token visits add up to 1 (before router_scale)."""
+    router_scale: float = 1.0
+    """What these weights are multiplied by."""
+    expert_capacity: float = 0.0
+    """Tokens of a sequence that an expert takes, as a multiple of its even share; 0: all that come."""
+    balance_loss: float = 0.0
+    """Weight of the auxiliary loss that evens out what experts get, per sequence; 0: none."""
+    balance_bias: float = 0.0
+    """What a step adds to or takes from the bias by which experts are chosen; 0: there is no bias."""
 
     query_rank: int = 0
     """Of latent attention (DeepSeek-V2): rank of the queries; 0: they are projected at once."""
@@ -176,6 +190,10 @@ class ModelShape:
     @property
     def num_expert_layers(self) -> int:
         return self.num_layers - self.num_dense_layers if self.num_experts else 0
+
+    def has_experts(self, layer: int) -> bool:
+        """True if the block `layer` (from 0) has them in place of a feed-forward."""
+        return self.num_experts > 0 and layer >= self.num_dense_layers
 
     def is_local(self, layer: int) -> bool:
         """True if the block `layer` (from 0) has the sliding window."""

@@ -13,7 +13,7 @@ Shape = tuple[int, ...]
 
 def tensor_shapes(shape: ModelShape) -> dict[str, Shape]:
     """Each parameter's name and shape, tied ones once. Models that are planned and not yet trained have theirs, too:
-    an expert's matrices are `blocks.3.experts.5.up.weight`, the router is `blocks.3.router.weight`.
+    experts' matrices are stacked in `blocks.3.moe.experts.up.weight`, the router is `blocks.3.moe.router.weight`.
     """
     assert shape.is_known, "of a user's own module only counts are known"
     assert not shape.kv_rank, "latent attention has no names yet"
@@ -21,6 +21,12 @@ def tensor_shapes(shape: ModelShape) -> dict[str, Shape]:
     for layer in range(shape.num_layers):
         found.update((f"blocks.{layer}.{name}", size) for name, size in _block(shape, layer))
     return found
+
+
+def stored_shapes(shape: ModelShape) -> dict[str, Shape]:
+    """What a checkpoint of it holds: `tensor_shapes`, and the biases by which experts are chosen, which are buffers."""
+    routers = range(shape.num_dense_layers, shape.num_layers) if shape.num_experts and shape.balance_bias else ()
+    return tensor_shapes(shape) | {f"blocks.{layer}.moe.router.bias": (shape.num_experts,) for layer in routers}
 
 
 def module_names(shape: ModelShape) -> list[str]:
@@ -44,6 +50,10 @@ def holders_of(shape: ModelShape) -> dict[str, Holder]:
 
 def _holder(name: str, own: dict[str, Shape], shape: ModelShape) -> Holder:
     weight, num_params = own.get("weight", ()), sum(map(math.prod, own.values()))
+    if len(weight) == 3:
+        return Holder(name, "grouped", num_params, *weight[1:])
+    if name.endswith(".router"):
+        return Holder(name, "Router", num_params)
     if len(weight) == 2:
         kind = "embedding" if name in ("embed", "embed_positions") else "linear"
         return Holder(name, kind, num_params, *weight)
@@ -81,14 +91,14 @@ def _block(shape: ModelShape, layer: int) -> Iterator[tuple[str, Shape]]:
     yield from _linear("attention.o", shape.dim, queries, out_of)
     if shape.qk_norm:
         yield from ((f"attention.{name}.weight", (shape.head_dim,)) for name in ("q_norm", "k_norm"))
-    if not shape.num_experts or layer < shape.num_dense_layers:
+    if not shape.has_experts(layer):
         yield from _feed_forward("ffn", shape, shape.ffn_dim)
         return
-    yield "router.weight", (shape.num_experts, shape.dim)
-    for expert in range(shape.num_experts):
-        yield from _feed_forward(f"experts.{expert}", shape, shape.expert_ffn_dim)
-    for expert in range(shape.num_shared_experts):
-        yield from _feed_forward(f"shared_experts.{expert}", shape, shape.expert_ffn_dim)
+    yield "moe.router.weight", (shape.num_experts, shape.dim)
+    for name, size in _feed_forward("moe.experts", shape, shape.expert_ffn_dim):
+        yield name, (shape.num_experts, *size)
+    if shape.num_shared_experts:
+        yield from _feed_forward("moe.shared", shape, shape.num_shared_experts * shape.expert_ffn_dim)
 
 
 def _feed_forward(name: str, shape: ModelShape, width: int) -> Iterator[tuple[str, Shape]]:

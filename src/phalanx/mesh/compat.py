@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _disable_current_modes
 
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
@@ -94,3 +95,21 @@ def dtensor_of(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Place
 def dtensor_like(like: DTensor, local: torch.Tensor) -> DTensor:
     """The same parts of another tensor (a gradient, say)."""
     return dtensor_of(local, like.device_mesh, like.placements, like)
+
+
+def hide_from_modes(unit: FSDPModule) -> None:
+    """For a unit inside of a block that is recomputed in part: what FSDP does before and after its forward is none of
+    the operations that the recomputation counts. Hooks in a module's own tables, which torch fills (2.11 to 2.13)."""
+    assert isinstance(unit, torch.nn.Module)
+    for table in (unit._forward_pre_hooks, unit._forward_hooks):
+        for key, hook in table.items():
+            if type(getattr(hook, "__self__", None)).__name__ == "FSDPState":
+                table[key] = _without_modes(hook)
+
+
+def _without_modes(hook: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return hook(*args, **kwargs)
+
+    return run

@@ -1,9 +1,12 @@
-"""What sharding rules can cut of a module: linear layers of torch and of transformers (Conv1D), and embeddings."""
+"""What sharding rules can cut of a module: linear layers of torch and of transformers (Conv1D), those of experts, and
+embeddings.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 from phalanx.core.shard_rules import ATTRIBUTE
@@ -20,9 +23,19 @@ def is_linear(part: nn.Module) -> bool:
     return isinstance(part, nn.Linear) or is_conv1d(part)
 
 
+def is_grouped(part: nn.Module) -> bool:
+    """Linear layers of several experts in one: weight [experts, outputs, inputs], sorted rows in, with their counts."""
+    weight = getattr(part, "weight", None)
+    return isinstance(weight, torch.Tensor) and weight.ndim == 3 and hasattr(part, "in_features")
+
+
 def output_dim(part: nn.Module) -> int:
     """Of the weight of a linear layer."""
-    return 1 if is_conv1d(part) else 0
+    return 1 if is_conv1d(part) or is_grouped(part) else 0
+
+
+def input_dim(part: nn.Module) -> int:
+    return 2 if is_grouped(part) else 1 - output_dim(part)
 
 
 def holders(module: nn.Module) -> Iterator[Holder]:
@@ -39,8 +52,8 @@ def holders(module: nn.Module) -> Iterator[Holder]:
         seen |= {id(p) for p in own}
         kind = kind_of(part, is_attention=id(part) in inside)
         outputs = inputs = 0
-        if is_linear(part):
-            outputs, inputs = part.weight.shape[output_dim(part)], part.weight.shape[1 - output_dim(part)]
+        if is_linear(part) or is_grouped(part):
+            outputs, inputs = part.weight.shape[output_dim(part)], part.weight.shape[input_dim(part)]
         elif isinstance(part, nn.Embedding):
             outputs, inputs = part.weight.shape
         yield Holder(full_name(name), kind, num_params, int(outputs), int(inputs))
@@ -50,8 +63,8 @@ def kind_of(part: nn.Module, *, is_attention: bool) -> str:
     """As in `Holder`."""
     if is_attention:
         return "attention"
-    if is_linear(part):
-        return "linear"
+    if is_linear(part) or is_grouped(part):
+        return "grouped" if is_grouped(part) else "linear"
     return "embedding" if isinstance(part, nn.Embedding) else type(part).__name__
 
 

@@ -37,6 +37,8 @@ class Cut:
 
     global_shape: tuple[int, ...]
     boxes: tuple[Box, ...]
+    ep: int = 1
+    """Groups of tensor-parallel ranks that have cut it between them, too: neighbours, as those ranks are."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,8 @@ class Place:
     def _in_stage(self, name: str, tensor: torch.Tensor, *, is_alike: bool) -> LogicalShard:
         cut = self.cuts.get(name)
         if cut is not None:
-            others = {"replica": self.rank // self.tp, "num_replicas": self.num_ranks // self.tp}
+            share = self.tp * cut.ep
+            others = {"replica": self.rank // share, "num_replicas": self.num_ranks // share}
             return within(cut, shard_of(name, tensor, **others))
         shard = shard_of(name, tensor, replica=self.rank, num_replicas=self.num_ranks if is_alike else 1)
         if not isinstance(tensor, DTensor) or self.tp == 1:

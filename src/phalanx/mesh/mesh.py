@@ -43,6 +43,8 @@ class Mesh:
     device_mesh: DeviceMesh | None = field(default=None, repr=False)
     reducing_mesh: DeviceMesh | None = field(default=None, repr=False)
     """The same ranks along the axes of `layout.reduced`; None where that is the layout."""
+    expert_mesh: DeviceMesh | None = field(default=None, repr=False)
+    """The same ranks along pp, dp_replicate, expert_shard, ep and tp; None where there is no ep."""
     group: dist.ProcessGroup | None = field(default=None, repr=False)
 
     @property
@@ -73,8 +75,14 @@ class Mesh:
         return self.rank % count, count
 
     def submesh(self, *axes: str) -> DeviceMesh:
-        """The DeviceMesh of `axes` through this rank; dp_shard has the ranks of cp in it. For more than one rank."""
+        """The DeviceMesh of `axes` through this rank; dp_shard has the ranks of cp in it. For more than one rank.
+
+        "ep" are ranks with different experts, "expert_shard" those of dp_shard that have the same ones.
+        """
         assert self.device_mesh is not None, "one rank has no mesh"
+        if {"ep", "expert_shard"} & set(axes):
+            assert self.expert_mesh is not None, "the layout has no ep"
+            return self.expert_mesh[axes if len(axes) > 1 else axes[0]]
         reduces = self.reducing_mesh is not None and any(axis.startswith("dp_") for axis in axes)
         of_all = self.reducing_mesh if self.reducing_mesh is not None and reduces else self.device_mesh
         return of_all[axes if len(axes) > 1 else axes[0]]
@@ -86,6 +94,14 @@ class Mesh:
         if self.layout.dp_replicate == 1:
             return self.submesh("dp_shard").get_group()
         return self.submesh("dp_replicate", "dp_shard")._flatten("dp").get_group()
+
+    def stage_group(self) -> dist.ProcessGroup | None:
+        """All ranks that hold the same stages of a pipeline; None where that is one rank alone."""
+        if self.device_mesh is None or self.layout.world_size == self.layout.pp:
+            return None
+        if self.layout.pp == 1:
+            return dist.group.WORLD
+        return self.device_mesh["dp_replicate", "dp_shard", "cp", "tp"]._flatten("stage").get_group()
 
     def second_group(self, axis: str) -> dist.ProcessGroup:
         """Another process group of the same ranks as that of `axis` through this rank. Collective over all ranks."""
@@ -236,7 +252,7 @@ def open_mesh(
         device_mesh = _device_mesh(where, layout)
         reducing = _device_mesh(where, layout.reduced) if layout.cp > 1 else None
         # Where the ranks go on, the groups stay open: DTensor keeps what it knows of a mesh for another one like it.
-        yield Mesh(layout, rank, local_rank, where, device_mesh, reducing)
+        yield Mesh(layout, rank, local_rank, where, device_mesh, reducing, _expert_mesh(where, layout))
     finally:
         torch.set_num_threads(threads_before)
         if ours and dist.is_initialized():
@@ -246,6 +262,17 @@ def open_mesh(
 def _device_mesh(device: torch.device, layout: Layout) -> DeviceMesh:
     shape = tuple(getattr(layout, axis) for axis in AXES)
     return init_device_mesh(device.type, shape, mesh_dim_names=AXES)
+
+
+def _expert_mesh(device: torch.device, layout: Layout) -> DeviceMesh | None:
+    if layout.ep == 1:
+        return None
+    shard = layout.reduced.dp_shard // layout.ep
+    shape, names = (
+        (layout.pp, layout.dp_replicate, shard, layout.ep, layout.tp),
+        ("pp", "dp_replicate", "expert_shard", "ep", "tp"),
+    )
+    return init_device_mesh(device.type, shape, mesh_dim_names=names)
 
 
 def _join(

@@ -5,59 +5,38 @@ Shape suffixes: B batch, T sequence, D model width.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from phalanx.job.shape import ModelShape
 from phalanx.nn.attention import Attention
+from phalanx.nn.experts import MixtureOfExperts
+from phalanx.nn.feed_forward import FeedForward
 from phalanx.nn.init import InitRule
 from phalanx.nn.norms import build_norm
+from phalanx.nn.routing import Balance
 
 STD = 0.02
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "swiglu": F.silu,
-    "geglu": F.gelu,
-    "geglu_tanh": functools.partial(F.gelu, approximate="tanh"),
-    "gelu": F.gelu,
-    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
-}
-
-
-class FeedForward(nn.Module):
-    """Two matrices with an activation between, or three: the activation of one product gates another (SwiGLU)."""
-
-    input_goes_to_columns_alone = True
-
-    def __init__(self, shape: ModelShape) -> None:
-        super().__init__()
-        bias = shape.bias == "all"
-        self.activation = ACTIVATIONS[shape.activation]
-        self.gate = nn.Linear(shape.dim, shape.ffn_dim, bias=bias) if shape.is_gated else None
-        self.up = nn.Linear(shape.dim, shape.ffn_dim, bias=bias)
-        self.down = nn.Linear(shape.ffn_dim, shape.dim, bias=bias)
-
-    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        if self.gate is None:
-            return self.down(self.activation(self.up(x_BTD)))
-        return self.down(self.activation(self.gate(x_BTD)) * self.up(x_BTD))
-
 
 class Block(nn.Module):
-    """`layer` counts from 0: of some models not every block has the sliding window."""
+    """`layer` counts from 0: of some models not every block has the sliding window, or experts.
 
-    def __init__(self, shape: ModelShape, layer: int) -> None:
+    `balance`: what the routers of all blocks share; for a model with experts.
+    """
+
+    def __init__(self, shape: ModelShape, layer: int, balance: Balance | None = None) -> None:
         super().__init__()
-        self.is_local = shape.is_local(layer)
+        self.is_local, self.has_experts = shape.is_local(layer), shape.has_experts(layer)
         self.attention_norm = build_norm(shape)
         self.attention = Attention(shape, shape.sliding_window if self.is_local else 0)
         self.attention_post_norm = build_norm(shape) if shape.post_norms else None
         self.ffn_norm = build_norm(shape)
-        self.ffn = FeedForward(shape)
+        if shape.has_experts(layer):
+            assert balance is not None, "the routers of a model share one"
+            self.moe = MixtureOfExperts(shape, balance)
+        else:
+            self.ffn = FeedForward(shape)
         self.ffn_post_norm = build_norm(shape) if shape.post_norms else None
 
     def forward(
@@ -70,7 +49,8 @@ class Block(nn.Module):
     ) -> torch.Tensor:
         attended = self.attention(self.attention_norm(x_BTD), table, positions_BT, document_ids_BT, mask)
         x_BTD = x_BTD + (attended if self.attention_post_norm is None else self.attention_post_norm(attended))
-        fed = self.ffn(self.ffn_norm(x_BTD))
+        normed = self.ffn_norm(x_BTD)
+        fed = self.moe(normed) if self.has_experts else self.ffn(normed)
         return x_BTD + (fed if self.ffn_post_norm is None else self.ffn_post_norm(fed))
 
 
@@ -81,6 +61,6 @@ def init_rules(shape: ModelShape) -> tuple[InitRule, ...]:
         InitRule("*norm.weight", constant=0.0 if shape.norm_plus_one else 1.0),
         InitRule("*.bias", constant=0.0),
         InitRule("*.attention.o.weight", std=residual),
-        InitRule("*.ffn.down.weight", std=residual),
+        InitRule("*.down.weight", std=residual),
         InitRule("*", std=STD),
     )

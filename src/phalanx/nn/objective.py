@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from phalanx.core.batch import IGNORE_INDEX
 from phalanx.core.errors import LayoutError
 from phalanx.mesh.tensor_group import Vocabulary, VocabularyLogits
+from phalanx.nn.routing import Balance
 
 Objective = Callable[[Any, Mapping[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
 
@@ -24,12 +25,14 @@ class CausalOutput(NamedTuple):
     """What causal models return: hidden states and the head's weight; the objective owns the head.
 
     hidden_BTD: [batch, seq, dim]; head_VD: [vocab, dim]. Where tensor parallelism has cut the head, head_VD has the
-    rows that `vocabulary` says, and hidden states must enter through it.
+    rows that `vocabulary` says, and hidden states must enter through it. `balance` is that of a model with experts: an
+    objective hands its loss_sum through `balance.with_loss`.
     """
 
     hidden_BTD: torch.Tensor
     head_VD: torch.Tensor
     vocabulary: Vocabulary | None = None
+    balance: Balance | None = None
 
 
 class HeadOutput(CausalOutput):
@@ -86,6 +89,8 @@ def _causal_cross_entropy(
     loss_sum = _ChunkedCrossEntropy.apply(
         hidden_ND, outputs.head_VD, targets_N, chunk_tokens, torch.is_grad_enabled(), outputs.vocabulary
     )
+    if outputs.balance is not None:
+        loss_sum = outputs.balance.with_loss(loss_sum)
     return loss_sum, (targets_N != IGNORE_INDEX).sum()
 
 

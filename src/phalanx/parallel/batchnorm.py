@@ -125,9 +125,11 @@ def _wide(tensor: torch.Tensor) -> torch.dtype:
 
 
 def differing_buffers(module: nn.Module) -> list[torch.Tensor]:
-    """Buffers that may come to differ between ranks: all but those of synchronised BatchNorms."""
+    """Buffers that may come to differ between ranks: all but those of synchronised BatchNorms, and of modules that say
+    `buffers_are_alike`."""
     norms = [part for part in module.modules() if isinstance(part, Synchronised) and part._ranks.all]
-    same = {id(buffer) for norm in norms for buffer in norm.buffers()}
+    alike = [part for part in module.modules() if getattr(part, "buffers_are_alike", False)]
+    same = {id(buffer) for part in (*norms, *alike) for buffer in part.buffers()}
     return [buffer for buffer in module.buffers() if id(buffer) not in same]
 
 

@@ -45,6 +45,10 @@ class ContextParallel:
         chunks = Chunks(plan.layout.cp, plan.cp_load_balance)
         group = ContextGroup(piece.mesh.submesh("cp").get_group(), chunks, piece.phases)
         masks = ContextMask(group, module.attention_mask, whole=plan.cp_attention == "ulysses")  # type: ignore[arg-type]
+        sequences = ContextSequences(group)
+        for part in module.modules():
+            if hasattr(part, "sequences"):
+                part.sequences = sequences  # type: ignore[assignment]
         for parent, core in cores:
             parent.core = ContextCore(core.window, masks, plan.cp_attention)
         module.attention_mask = masks  # type: ignore[assignment]
@@ -135,6 +139,28 @@ class ContextCore(nn.Module):
         elif mask.dtype != q_BHTE.dtype:
             mask = mask.to(q_BHTE.dtype)
         return self._attend(q_BHTE, k_BKTE, v_BKTE, mask, self.window, self._masks.group)
+
+
+@dataclass(frozen=True)
+class ContextSequences:
+    """What a router must know of the tokens that other ranks have; the interface is that of the seam."""
+
+    group: ContextGroup
+
+    def total(self, counts_BE: torch.Tensor) -> torch.Tensor:
+        return self.group.gathered(counts_BE.contiguous()).sum(0)
+
+    def length(self, num_tokens: int) -> int:
+        return num_tokens * self.group.size
+
+    def earlier(self, chosen_BTE: torch.Tensor) -> torch.Tensor:
+        chunks, rank = self.group.chunks, self.group.rank
+        own = chosen_BTE.unflatten(1, (chunks.per_rank, -1))  # [B, chunks of a rank, tokens of a chunk, E]
+        counts = self.group.gathered(own.sum(2).contiguous())  # [ranks, B, chunks of a rank, E]
+        number = {chunk: (r, at) for r in range(chunks.size) for at, chunk in enumerate(chunks.of(r))}
+        in_order = torch.stack([counts[r, :, at] for r, at in (number[chunk] for chunk in range(chunks.count))], dim=1)
+        before = (in_order.cumsum(1) - in_order)[:, list(chunks.of(rank))]
+        return (own.cumsum(2) - own + before[:, :, None]).flatten(1, 2)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from phalanx.mesh.compat import ddp_buffer_option
 from phalanx.mesh.logical import full_name
 from phalanx.parallel.batchnorm import differing_buffers
 from phalanx.parallel.compression import reduce_by_hook
+from phalanx.parallel.ep import SeparateExperts
 from phalanx.parallel.protocol import Order, Workpiece
 from phalanx.parallel.whole_small import average_gradients
 from phalanx.plan.plan import Plan
@@ -32,6 +33,8 @@ class DpReplicate:
             reduce_after_pipeline(piece)
             return
         options = piece.plan.data_parallel
+        if piece.experts is not None:
+            _reduce_experts(piece, piece.experts)
         has_buffers = bool(differing_buffers(piece.root))
         ddp = DistributedDataParallel(
             piece.root,
@@ -64,10 +67,30 @@ class DpReplicate:
         piece.outer, piece.sync, piece.after_backward = ddp, sync, watch.disarm
 
 
+def _reduce_experts(piece: Workpiece, experts: SeparateExperts) -> None:
+    """They are on fewer ranks than the rest, which DDP does not know: averaged over these after the last backward."""
+    names = [
+        name for name, _ in piece.root.named_parameters() if full_name(name.removeprefix("module.")) in experts.names
+    ]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(piece.root, names)
+    if experts.num_holders == 1:
+        return
+    group, num_ranks, parameters = experts.group(), experts.num_holders, experts.parameters()
+
+    def reduce() -> None:
+        piece.traffic.all_reduce(sum(p.numel() * 4 for p in parameters), num_ranks)
+        average_gradients(parameters, group, piece.phases)
+
+    piece.trained.before_update.append(reduce)
+
+
 def reduce_after_pipeline(piece: Workpiece) -> None:
     """DDP cannot follow forwards and backwards of several microbatches at once: gradients are averaged after all."""
     group, phases, traffic = piece.mesh.data_parallel_group(), piece.phases, piece.traffic
-    parameters = [p for p in piece.root.module.parameters() if p.requires_grad][::-1]
+    separate = set() if piece.experts is None else set(piece.experts.parameters())
+    if piece.experts is not None:
+        _reduce_experts(piece, piece.experts)
+    parameters = [p for p in piece.root.module.parameters() if p.requires_grad and p not in separate][::-1]
     buckets = list(_buckets(parameters, int(piece.plan.bucket_mb * 2**20)))
     num_ranks = piece.plan.layout.reduced.data_parallel_size
     buffers = differing_buffers(piece.root)
@@ -108,7 +131,10 @@ class _ExposedWait:
     def __init__(self, piece: Workpiece) -> None:
         self._phases = piece.phases
         self._unused = piece.unused if piece.plan.data_parallel.unused_parameters == "allow" else None
-        self._trainable = {p: name for name, p in piece.root.module.named_parameters() if p.requires_grad}
+        separate = set() if piece.experts is None else set(piece.experts.parameters())
+        self._trainable = {
+            p: name for name, p in piece.root.module.named_parameters() if p.requires_grad and p not in separate
+        }
         self._missing: set[torch.Tensor] = set()
         self._armed = self._waiting = False
         for parameter in self._trainable:

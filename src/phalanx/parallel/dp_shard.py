@@ -16,7 +16,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from phalanx.mesh.compat import finish_backward, fsdp_comm_classes, reduce_unused_parameters, take_up_gradients
+from phalanx.mesh.compat import (
+    finish_backward,
+    fsdp_comm_classes,
+    hide_from_modes,
+    reduce_unused_parameters,
+    take_up_gradients,
+)
 from phalanx.mesh.exchange import gather_rows, scatter_sum
 from phalanx.parallel.batchnorm import differing_buffers
 from phalanx.parallel.protocol import Order, Workpiece
@@ -35,7 +41,9 @@ class DpShard:
         layout, options = piece.plan.layout.reduced, piece.plan.data_parallel
         axes = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
         low = piece.compute_dtype is not torch.float32
+        experts = piece.experts
         whole = kept_whole(piece.root.module, options.keep_whole_below)
+        whole -= set(experts.parameters() if experts is not None else ())
         groups = _units(_self_contained(piece), options.blocks_per_unit)
         # A model may say that its blocks get activations in the compute type already: casting what is left would only
         # round what must stay wide (rotary tables). Other modules keep autocast as well, as under DDP.
@@ -47,6 +55,10 @@ class DpShard:
         more: dict[str, Any] = {"mesh": mesh, "ignored_params": whole}
         if options.parameters_on_host:
             more["offload_policy"] = CPUOffloadPolicy(pin_memory=piece.mesh.device.type == "cuda")
+        for module in experts.modules if experts is not None else ():  # units of their own, over other ranks
+            policy = _policy(piece.compute_dtype, low, cast_inputs=cast)
+            fully_shard(module, reshard_after_forward=free, mp_policy=policy, **more | {"mesh": experts.mesh})
+            hide_from_modes(module)
         for group in groups:
             policy = _policy(piece.compute_dtype, low, cast_inputs=cast)
             fully_shard(group, reshard_after_forward=free, mp_policy=policy, **more)

@@ -23,6 +23,7 @@ from phalanx.parallel.loss_scale import loss_scale_of
 from phalanx.parallel.pp_run import PipelineRun, Span
 from phalanx.parallel.protocol import Workpiece
 from phalanx.parallel.returned import require_sums
+from phalanx.parallel.router_load import ExpertLoad, RouterLoads
 from phalanx.parallel.saved import SavedBytes, is_counted
 from phalanx.plan.plan import Plan
 
@@ -113,6 +114,7 @@ class ParallelModel:
         self.loss_scale = loss_scale_of(piece.plan)
         if piece.compression is not None:
             piece.compression.loss_scale = self.loss_scale
+        self._loads = RouterLoads.of(self.module, piece.mesh, piece.phases)
         self._run: PipelineRun | None = None
         if piece.staged is not None:
             scaled = self._scaled_share
@@ -156,6 +158,16 @@ class ParallelModel:
     def sent_cp_bytes(self) -> int:
         """Bytes that this rank has sent to those with other tokens of its sequences, since it began."""
         return 0 if self._piece.context is None else round(self._piece.context.group.sent_bytes)
+
+    @property
+    def expert_load(self) -> Mapping[str, ExpertLoad]:
+        """By name of this rank's routers: what came to their experts in the last step, over all ranks."""
+        return self._loads.found
+
+    @property
+    def sent_ep_bytes(self) -> int:
+        """Bytes that this rank has sent to those with other experts, since it began."""
+        return 0 if self._piece.expert_group is None else self._piece.expert_group.sent_bytes
 
     @property
     def left_to_torch(self) -> Mapping[str, str]:
@@ -259,6 +271,7 @@ class ParallelModel:
         self.step = self.step + 1 if step is None else step
         self._drawing.begin_step()
         self._piece.trained.require_published()
+        self._weigh_balance()
         sent_before = self._sent_over_tp()
         device = self.mesh.device
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -303,6 +316,12 @@ class ParallelModel:
     def _sent_over_tp(self) -> float:
         group = self._piece.tensor_group
         return 0.0 if group is None or self.plan.compile else group.sent_bytes
+
+    def _weigh_balance(self) -> None:
+        """A pipeline's stages do not see the objective: what a balance loss weighs beside it is told beforehand."""
+        balance = getattr(self.module, "balance", None)
+        if balance is not None:
+            balance.scale = (1.0 if self.loss_scale is None else self.loss_scale.scale) / self._constant
 
     def _scaled_share(self, loss: torch.Tensor) -> torch.Tensor:
         """What gradients are taken of."""
@@ -388,6 +407,7 @@ class ParallelModel:
         self._piece.before_finish(self.named_parameters())
         sent_tp_bytes = round(self._sent_tp_bytes + self._sent_over_tp() - sent_before)
         self._sent_tp_bytes = 0.0
+        self._loads.reduce()
         with self.phases("optimizer"):
             gradients, squares = self._gradients()
             vector = torch.stack((*self._counted(sums), squares))
@@ -412,6 +432,8 @@ class ParallelModel:
                 with self.phases("optimizer"):
                     torch._foreach_mul_(gradients, factor)
         facts = StepFacts(loss, int(num_targets), norm, finite, tuple(reduced), sent_bytes, sent_tp_bytes)
+        if finite:
+            self._loads.move_biases()
         if scale is not None:
             facts = replace(facts, loss_scale=scale.scale, scale_adapts=scale.is_dynamic)
             scale.after(finite=finite)

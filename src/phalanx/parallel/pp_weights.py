@@ -18,6 +18,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from phalanx.mesh.grouped import autocast_type, grouped_linear, rows_by_rows, rows_times
+from phalanx.mesh.linear import is_grouped
+
 Work = Callable[[], None]
 
 SPLITS = "phalanx_splits_backward"  # attribute of a linear layer whose forward asks for it
@@ -65,12 +68,14 @@ def later(work: Work) -> None:
 
 
 def split_linears(module: nn.Module) -> None:
-    """Have every linear layer of `module` put its weight's gradient off where it is asked to."""
+    """Have every linear layer of `module` put its weight's gradient off where it is asked to, also those of experts."""
     for part in module.modules():
         if isinstance(part, nn.Linear):
             setattr(part, SPLITS, True)
         if isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward and "forward" not in part.__dict__:
             part.forward = _Forward(part)  # type: ignore[method-assign]
+        elif is_grouped(part):
+            part.forward = _GroupedForward(part)  # type: ignore[method-assign]
 
 
 class _Forward:
@@ -81,6 +86,41 @@ class _Forward:
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         return linear(input, self._part.weight, self._part.bias)
+
+
+class _GroupedForward:
+    """The same for the linear layers of several experts."""
+
+    def __init__(self, part: nn.Module) -> None:
+        self._part = part
+
+    def __call__(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        weight: Any = self._part.weight
+        if not torch.is_grad_enabled() or not weight.requires_grad or not weight.is_leaf:
+            return grouped_linear(x, weight, counts)
+        low = autocast_type(x)
+        with torch.autocast(x.device.type, enabled=False):
+            out: torch.Tensor = _Grouped.apply(x.to(low), weight, counts)
+        return out
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x, counts)
+        ctx.weight = weight
+        return rows_times(x, weight.to(x.dtype).transpose(1, 2), counts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        (x, counts), weight = ctx.saved_tensors, ctx.weight
+        grad = grad.contiguous()
+        grad_x = rows_times(grad, weight.detach().to(grad.dtype), counts) if ctx.needs_input_grad[0] else None
+        if _OPEN:
+            later(lambda: _add(weight, rows_by_rows(grad, x, counts)))
+            return grad_x, None, None
+        return grad_x, rows_by_rows(grad, x, counts).to(weight.dtype), None
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

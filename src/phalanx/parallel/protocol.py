@@ -23,6 +23,7 @@ from phalanx.plan.plan import Plan
 
 if TYPE_CHECKING:
     from phalanx.parallel.cp import Context
+    from phalanx.parallel.ep import ExpertGroup, SeparateExperts
     from phalanx.parallel.pp import Staged
 
 Named = Iterable[tuple[str, nn.Parameter]]
@@ -32,14 +33,15 @@ class Order(IntEnum):
     """Transforms are applied in this order, whatever the layout."""
 
     SPLIT = 1  # pipeline stages
-    SHARD = 2  # tensor and expert parallelism
-    STATISTICS = 3  # layers that must see what all ranks see
-    DROPOUT = 4
-    RECOMPUTE = 5
-    COMPILE = 6
-    DATA = 7  # data parallelism wraps what is left
-    UPDATE = 8  # what the optimizer gets to see of it
-    OFFLOAD = 9  # where it sees it
+    SHARD = 2  # tensor and context parallelism
+    EXPERTS = 3  # what tensor parallelism has left of them is cut again
+    STATISTICS = 4  # layers that must see what all ranks see
+    DROPOUT = 5
+    RECOMPUTE = 6
+    COMPILE = 7
+    DATA = 8  # data parallelism wraps what is left
+    UPDATE = 9  # what the optimizer gets to see of it
+    OFFLOAD = 10  # where it sees it
 
 
 class Root(nn.Module):
@@ -84,6 +86,8 @@ class Workpiece:
     block_numbers: tuple[int, ...] = ()  # of `blocks` among those of the whole model
     names: frozenset[str] = frozenset()  # of all modules of the whole model
     absent: frozenset[str] = frozenset()  # modules outside the blocks of which another stage holds parameters
+    experts: SeparateExperts | None = None  # where ranks have parts of them
+    expert_group: ExpertGroup | None = None
     context: Context | None = None  # where ranks have parts of sequences
     staged: Staged | None = None  # the pipeline this rank is part of
     gather: Callable[[], None] = lambda: None  # weights are whole until `rest`

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from phalanx.core.errors import LayoutError
-from phalanx.mesh.linear import brought_rules, is_conv1d, kind_of, output_dim
+from phalanx.mesh.linear import brought_rules, input_dim, is_conv1d, kind_of, output_dim
 from phalanx.mesh.logical import Box, Cut, full_name
 from phalanx.mesh.tensor_group import TensorGroup, Vocabulary
 from phalanx.parallel import tp_modules
@@ -198,8 +198,11 @@ class _Surgery:
 
     def _row(self, name: str, part: nn.Module, rule: Rule) -> None:
         spans = self._spans(rule, tp_modules.num_inputs(part), name)
-        self._cut(name, part, "weight", tp_modules.input_dim(part), spans)
-        tp_modules.make_row(part, name, self.group, _length(spans))
+        self._cut(name, part, "weight", input_dim(part), spans)
+        if rule.unsummed:
+            tp_modules.leave_unsummed(part, name, _length(spans))
+        else:
+            tp_modules.make_row(part, name, self.group, _length(spans))
 
     def _vocab(self, name: str, part: nn.Module, rule: Rule) -> None:
         is_embedding = isinstance(part, nn.Embedding)
@@ -222,6 +225,8 @@ class _Surgery:
             for inner, other in self._rules.items()
             if other.kind == "column" and not other.gather and self._region_of(inner) == name
         ]
+        if rule.summed:
+            tp_modules.add_up(part, self.group)
         can_share = getattr(part, "input_goes_to_columns_alone", False) and not any(map(is_conv1d, columns))
         if self.group.chunks > 1 and can_share:
             overlap_columns(part, columns, self.group)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from phalanx.core.errors import DataError, LayoutError
-from phalanx.mesh.linear import is_conv1d, output_dim
+from phalanx.mesh.linear import input_dim, is_conv1d, output_dim
 from phalanx.mesh.tensor_group import SEQUENCE, TensorGroup, Vocabulary, VocabularyLogits
 from phalanx.parallel.pp_weights import SPLITS, linear
 from phalanx.parallel.tp_overlap import row_in_chunks
@@ -26,10 +26,6 @@ def num_outputs(part: nn.Module) -> int:
 
 def num_inputs(part: nn.Module) -> int:
     return int(part.weight.shape[input_dim(part)])
-
-
-def input_dim(part: nn.Module) -> int:
-    return 1 - output_dim(part)
 
 
 def set_outputs(part: nn.Module, size: int) -> None:
@@ -57,6 +53,22 @@ def _row_forward(part: nn.Module, name: str, group: TensorGroup, x: torch.Tensor
 def _product(part: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """In a pipeline that splits backwards the weight's gradient can wait."""
     return linear(x, weight) if getattr(part, SPLITS, False) else F.linear(x, weight)
+
+
+def leave_unsummed(part: nn.Module, name: str, size: int) -> None:
+    """Each rank multiplies its features, and a region around adds up what ranks have made."""
+    if getattr(part, "bias", None) is not None:
+        raise LayoutError(f"{name} has a bias, which every rank would add", fix="leave unsummed out of its rule")
+    part.in_features = size  # type: ignore[assignment]
+
+
+def add_up(part: nn.Module, group: TensorGroup) -> None:
+    """A region's output is a sum over ranks. Routers inside see the same tokens on all of them, and their gradients are
+    added up, too: what a router adds to its own is a rank's share."""
+    for inner in part.modules():
+        if hasattr(inner, "num_alike"):
+            inner.num_alike = group.size  # type: ignore[assignment]
+    part.register_forward_hook(lambda module, args, output: group.leave(output))
 
 
 # Embeddings

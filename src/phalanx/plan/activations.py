@@ -1,7 +1,8 @@
 """Bytes that autograd keeps from the forward to the backward, tensor by tensor, for every shape of model.
 
-`c` is the size of the compute type: 4 in fp32, 2 in bf16. Tests compare this with what autograd saves. Experts and
-latent attention are not built: theirs is what a plain implementation would keep.
+`c` is the size of the compute type: 4 in fp32, 2 in bf16. Tests compare this with what autograd saves. Experts are
+counted at even load, and none dropped. Latent attention is not built: its bytes are what a plain implementation would
+keep.
 """
 
 from __future__ import annotations
@@ -28,24 +29,30 @@ def product_bytes(shape: ModelShape, c: int, *, experts: bool) -> int:
     wide = (2 if shape.is_gated else 1) * c
     if not experts:
         return attention + wide * shape.ffn_dim + shape.dim * c
-    visited = shape.experts_per_token + shape.num_shared_experts
-    return attention + shape.num_experts * c + visited * (wide * shape.expert_ffn_dim + shape.dim * c)
+    # The router's product is in fp32; shared experts are one feed-forward.
+    visited, outputs = shape.experts_per_token + shape.num_shared_experts, shape.experts_per_token + _is_shared(shape)
+    return attention + 4 * shape.num_experts + visited * wide * shape.expert_ffn_dim + outputs * shape.dim * c
 
 
 def shared_product_bytes(shape: ModelShape, c: int, *, experts: bool) -> int:
-    """Of these, what autograd keeps, too: the attention's results, and what the activation and the gate's product read.
+    """Of these, what autograd keeps, too: the attention's results, what the activation and the gate's product read, and
+    what experts put out, which is weighted.
 
     A selectively recomputed block makes the rest of block_bytes again.
     """
     attention = shape.num_heads * (shape.head_dim * c + 4)
     wide = (2 if shape.is_gated else 1) * c
+    if not experts:
+        return attention + wide * shape.ffn_dim
     visited = shape.experts_per_token + shape.num_shared_experts
-    return attention + wide * (visited * shape.expert_ffn_dim if experts else shape.ffn_dim)
+    return attention + wide * visited * shape.expert_ffn_dim + shape.experts_per_token * shape.dim * c
 
 
 def weight_input_bytes(shape: ModelShape, c: int, *, experts: bool) -> int:
     """Of one block, for one token: what the gradients of its weights are made of, where they wait for the rest of the
-    backward (zero-bubble schedules). Of each matrix what went in, once where several read it, and what came back."""
+    backward (zero-bubble schedules). Of each matrix what went in, once where several read it, and what came back.
+
+    The router and the experts that tokens are sent to do not wait: their gradients are made with the rest."""
     heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.dim
     if shape.kv_rank:
         latents = shape.query_rank + shape.kv_rank
@@ -54,10 +61,10 @@ def weight_input_bytes(shape: ModelShape, c: int, *, experts: bool) -> int:
         made = (2 * heads + 2 * kv_heads) * shape.head_dim  # what came back to q, k, v; what went into the output
     attention = 2 * dim + made
     wide = 3 if shape.is_gated else 2
-    if not experts:
-        return c * (attention + 2 * dim + wide * shape.ffn_dim)
-    visited = shape.experts_per_token + shape.num_shared_experts
-    return c * (attention + shape.num_experts + visited * (2 * dim + wide * shape.expert_ffn_dim))
+    if experts and not shape.num_shared_experts:
+        return c * attention
+    width = shape.num_shared_experts * shape.expert_ffn_dim if experts else shape.ffn_dim
+    return c * (attention + 2 * dim + wide * width)
 
 
 def norm_bytes(shape: ModelShape, width: int, c: int, parts: int = 1) -> int:
@@ -102,10 +109,21 @@ def _ffn_bytes(shape: ModelShape, width: int, c: int) -> int:
 
 
 def _experts_bytes(shape: ModelShape, c: int) -> int:
-    """Router logits and probabilities in fp32; of each visited expert its input, its inside and its output."""
+    """Of each visited expert its input, its inside and its output, and four numbers: which it is (with its weight as it
+    was before it was normalised), where its row lies, whose it is, and its weight. The scores are in fp32.
+
+    What the router reads is the norm's output, in fp32: beside shared experts or in place of what block_bytes counts.
+    """
     inside = _ffn_bytes(shape, shape.expert_ffn_dim, c)
-    routed = shape.experts_per_token * (2 * shape.dim * c + inside)
-    return 2 * 4 * shape.num_experts + routed + shape.num_shared_experts * inside
+    numbers = 3 * 8 + 4 + (4 if shape.router_normalize else 0)
+    routed = shape.experts_per_token * (2 * shape.dim * c + inside + numbers)
+    sums = 4 * (shape.router_normalize + (shape.router_scores == "sigmoid"))
+    read = 0 if c == 4 else shape.dim * (4 if _is_shared(shape) else 4 - c)
+    return 4 * shape.num_experts + sums + read + routed + shape.num_shared_experts * inside
+
+
+def _is_shared(shape: ModelShape) -> bool:
+    return shape.num_shared_experts > 0
 
 
 def table_bytes(shape: ModelShape) -> int:

@@ -9,6 +9,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.core.units import format_bytes
 from phalanx.job.schema import Job
 from phalanx.plan.data_parallel import DataParallel
+from phalanx.plan.experts import proposed_degree
 from phalanx.plan.memory import Workload
 from phalanx.plan.plan import Candidate
 from phalanx.plan.recompute import proposed
@@ -29,7 +30,7 @@ def choose(job: Job, candidates: Sequence[Candidate], weighing: Weighing) -> tup
                     f"{format_bytes(weighing.capacity_bytes)} per rank that a plan may fill)"
                 )
             return candidate, reasons
-    raise _refusal(allowed, candidates, weighing)
+    raise _refusal(job, allowed, candidates, weighing)
 
 
 def _allowed(job: Job, candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[str]]:
@@ -56,7 +57,9 @@ def _allowed(job: Job, candidates: Sequence[Candidate]) -> tuple[list[Candidate]
     return [only], [why]
 
 
-def _refusal(allowed: Sequence[Candidate], candidates: Sequence[Candidate], weighing: Weighing) -> LayoutError:
+def _refusal(
+    job: Job, allowed: Sequence[Candidate], candidates: Sequence[Candidate], weighing: Weighing
+) -> LayoutError:
     """Nothing fits that is allowed: what is missing, for what, and what would fit."""
     least = min(allowed, key=lambda c: c.total_bytes)
     largest = max(least.predicted_bytes, key=lambda k: least.predicted_bytes[k])
@@ -66,7 +69,8 @@ def _refusal(allowed: Sequence[Candidate], candidates: Sequence[Candidate], weig
     elif others:
         fix = f"{others[0].name} would fit"
     else:
-        fix = _recompute_that_fits(least, weighing) or _how_to_shrink(largest) or _more_ranks(weighing)
+        fix = _recompute_that_fits(least, weighing) or proposed_degree(job, weighing, least)
+        fix = fix or _how_to_shrink(largest) or _more_ranks(weighing)
     return LayoutError(
         f"{least.name} needs {format_bytes(least.total_bytes)} per rank and {format_bytes(weighing.capacity_bytes)} "
         "are there",

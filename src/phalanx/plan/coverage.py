@@ -81,7 +81,7 @@ def require_cuttable(rule: Rule, name: str, kind: str) -> None:
             where=where,
             fix="leave it out, and it stays whole on every rank; or write it with nn.Linear for q, k, v and o",
         )
-    legal = ("linear", "embedding") if rule.kind == "vocab" else ("linear",)
+    legal = ("linear", "embedding") if rule.kind == "vocab" else ("linear", "grouped")
     if kind not in legal:
         wanted = "embeddings and linear layers" if rule.kind == "vocab" else "linear layers"
         raise LayoutError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from phalanx.job import counts
 from phalanx.job.shape import ModelShape
 from phalanx.plan import activations
 from phalanx.plan.data_parallel import ALL_BLOCKS, DataParallel
@@ -76,6 +77,7 @@ class Workload:
     options: DataParallel = field(default_factory=DataParallel)
     cp: int = 1  # ranks that each have a part of every sequence
     cp_attention: str = "ring"
+    ep: int = 1  # ranks that each have a part of every block's experts
 
     @property
     def sequence_parts(self) -> int:
@@ -207,28 +209,41 @@ def communication_bytes(shape: ModelShape, work: Workload, zero_stage: int, num_
     DDP reduces in its buckets, which are the gradients' own storage unless microbatches accumulate beside them. Under
     autocast it keeps cast weights.
     """
+    held = held_params(shape, work.ep)
     if zero_stage <= 1:
-        accumulated = shape.num_params * 4 if work.num_microbatches > 1 and num_ranks > 1 else 0
-        return accumulated + (shape.num_params * 2 if work.compute_bytes == 2 else 0)
+        accumulated = held * 4 if work.num_microbatches > 1 and num_ranks > 1 else 0
+        return accumulated + (held * 2 if work.compute_bytes == 2 else 0)
     # Between microbatches gradients are not reduced, and stay whole.
     stay_whole = work.num_microbatches > 1 and work.options.accumulate == "unsharded"
-    accumulated = shape.num_params * 4 if stay_whole else 0
-    unit, rest = unit_params(shape, work.options)
+    accumulated = held * 4 if stay_whole else 0
+    unit, rest = unit_params(shape, work.options, work.ep)
     if zero_stage == 3:
         # The root unit (embedding, head) stays whole through the forward; a unit of blocks is gathered beside it, and
         # those that are fetched ahead. A segment that is redone has all of its blocks gathered.
-        together = max((segment.num_blocks for segment in work.segments or ()), default=1) * shape.block_params
-        alive = min(max(unit * (1 + (work.options.prefetch or 0)), together), shape.num_params - rest)
+        block = shape.block_params if work.ep == 1 else counts.block_params(shape, work.ep)
+        together = max((segment.num_blocks for segment in work.segments or ()), default=1) * block
+        alive = min(max(unit * (1 + (work.options.prefetch or 0)), together), held - rest)
         return (rest + alive) * work.compute_bytes + max(rest, unit) * 4 + accumulated
-    return shape.num_params * work.compute_bytes + max(rest, unit) * 4 + accumulated
+    return held * work.compute_bytes + max(rest, unit) * 4 + accumulated
 
 
-def unit_params(shape: ModelShape, options: DataParallel) -> tuple[int, int]:
-    """(parameters of a unit of blocks, parameters of the root's unit)."""
+def unit_params(shape: ModelShape, options: DataParallel, ep: int = 1) -> tuple[int, int]:
+    """(parameters of a unit of blocks, parameters of the root's unit); of experts those that a rank of ep has."""
     if options.blocks_per_unit == ALL_BLOCKS:
-        return 0, shape.num_params
-    unit = min(shape.block_params * options.blocks_per_unit, shape.blocks_params)
-    return unit, shape.num_params - shape.blocks_params
+        return 0, held_params(shape, ep)
+    block = shape.block_params if ep == 1 else counts.block_params(shape, ep)
+    blocks = shape.blocks_params if ep == 1 else counts.blocks_params(shape, ep)
+    return min(block * options.blocks_per_unit, blocks), shape.num_params - shape.blocks_params
+
+
+def exchanged_bytes(shape: ModelShape, work: Workload) -> float:
+    """Of rows on their way to experts of other ranks, at even load: those that leave and those that come."""
+    return 2 * work.tokens * shape.experts_per_token * shape.dim * work.compute_bytes if work.ep > 1 else 0
+
+
+def held_params(shape: ModelShape, ep: int) -> int:
+    """What a rank has of the parameters that data parallelism does not split: of experts those of its place in ep."""
+    return shape.num_params if ep == 1 else shape.num_params - shape.blocks_params + counts.blocks_params(shape, ep)
 
 
 def staging_bytes(shape: ModelShape, work: Workload, num_ranks: int) -> int:
@@ -263,7 +278,9 @@ def rank_memory(
     Of a user's own module only the states are known: activations, loss and communication count zero.
     """
     shape = of_one_rank(shape, work.tp)
-    memory = state_bytes(shape.num_params, zero_stage, dp_size, StateBytes(optimizer=work.optimizer_bytes))
+    # Where shards are cut over dp_size ranks, experts are cut as often: over ep, and over dp_size / ep.
+    held = held_params(shape, work.ep) if zero_stage <= 1 else shape.num_params
+    memory = state_bytes(held, zero_stage, dp_size, StateBytes(optimizer=work.optimizer_bytes))
     memory["compression"] = shape.num_params * work.error_bytes if zero_stage == 0 and num_ranks > 1 else 0
     if shape.is_known:
         is_away = work.offloads_activations and device != "cpu"  # a CPU has no other memory to move them to

@@ -15,6 +15,7 @@ from phalanx.job.shape import ModelShape
 from phalanx.plan.choose import choose
 from phalanx.plan.cluster import Cluster, detect_cluster
 from phalanx.plan.context import context_parallel_degree, load_balance
+from phalanx.plan.experts import expert_parallel_degree
 from phalanx.plan.lossy import lossy_choices, require_whole_copies
 from phalanx.plan.pipeline.asked import asked_schedule
 from phalanx.plan.pipeline.stages import sized_pipeline
@@ -52,9 +53,10 @@ def make_plan(
     require_whole_copies(job, ranks)
     tp = tensor_parallel_degree(job, shape)
     cp = context_parallel_degree(job, shape, tp)
+    ep = expert_parallel_degree(job, shape, ranks)
     asked = asked_schedule(job)
     micro, num_microbatches = split_batch(job, ranks // job.parallel.model_parallel_size, asked)
-    work = work_of(job, shape, micro_batch_size=micro, num_microbatches=num_microbatches, tp=tp, cp=cp)
+    work = work_of(job, shape, micro_batch_size=micro, num_microbatches=num_microbatches, tp=tp, cp=cp, ep=ep)
     reasons = [why]
     pipeline = None
     if asked is not None:

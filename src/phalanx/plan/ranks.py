@@ -5,6 +5,8 @@ What does not divide is refused with the nearest that does.
 
 from __future__ import annotations
 
+import math
+
 from phalanx.core.errors import LayoutError
 from phalanx.job.nearby import divisors, divisors_near, nearest
 from phalanx.job.schema import Job
@@ -35,7 +37,7 @@ def choose_ranks(job: Job, cluster: Cluster, running: int | None) -> tuple[int, 
         ranks = _most_that_share_the_batch(job, cluster)
         unit = "GPUs" if cluster.device == "cuda" else "CPU cores"
         if ranks == _degrees(job) > 1:
-            axes = ("pp", "dp_replicate", "dp_shard", "tp")
+            axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
             given = [f"{axis}={degree}" for axis in axes if (degree := getattr(job.parallel, axis) or 1) > 1]
             why = f"{ranks} ranks: as many as {' x '.join(given)} takes"
         else:
@@ -49,7 +51,9 @@ def choose_ranks(job: Job, cluster: Cluster, running: int | None) -> tuple[int, 
 
 def _degrees(job: Job) -> int:
     """The product of those that the job gives."""
-    return (job.parallel.dp_replicate or 1) * (job.parallel.dp_shard or 1) * job.parallel.model_parallel_size
+    of = job.parallel
+    for_experts = (of.ep or 1) // math.gcd(of.ep or 1, of.cp or 1)  # ep folds over dp_shard x cp
+    return (of.dp_replicate or 1) * (of.dp_shard or for_experts) * of.model_parallel_size
 
 
 def _asked(job: Job) -> int | None:

@@ -8,6 +8,7 @@ from phalanx.job.rate import peak_rate
 from phalanx.job.schema import Job
 from phalanx.plan.context import context_reasons
 from phalanx.plan.coverage import check_rules, whole_by_default
+from phalanx.plan.experts import expert_reasons
 from phalanx.plan.lossy import lossy_reasons
 from phalanx.plan.memory import activation_bytes, of_one_rank
 from phalanx.plan.pipeline.words import pipeline_reasons
@@ -23,6 +24,7 @@ def remarks(job: Job, weighing: Weighing, chosen: Candidate) -> list[str]:
     if work.tp > 1:
         said += _of_tensor_parallelism(job, weighing)
     said += context_reasons(job, shape, work)
+    said += expert_reasons(job, weighing, chosen)
     pipeline = weighing.pipeline_of(chosen)
     if pipeline is not None:
         said += pipeline_reasons(job, shape, work, pipeline)

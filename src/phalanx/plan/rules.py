@@ -3,9 +3,10 @@
 A rule is a line of text for the modules whose name matches a pattern (`blocks.*.attention.q`, a `*` is one name):
 
     column [heads=8] [parts=2] [gather]   a matrix is cut by what it puts out
-    row [heads=8]                         ... by what it takes in; what ranks put out is added up
+    row [heads=8] [unsummed]              ... by what it takes in; what ranks put out is added up, unless it is left so
     vocab                                 an embedding, or a head, is cut by tokens
-    region [argument] [divide=a,b]        between here and the rows inside, ranks work on parts of the same tokens
+    region [argument] [summed] [divide=a,b]  between here and the rows inside, ranks work on parts of the same tokens;
+                                          summed: what comes out are parts of a sum, and is added up here
     sequence                              of what it puts out, a rank keeps its part of the sequence
     partial [divide=a,b]                  its parameters see a part on each rank: their gradients are added up
     replicate [divide=a,b]                whole on every rank
@@ -29,10 +30,11 @@ from phalanx.job.shape import ModelShape
 Kind = Literal["column", "row", "vocab", "region", "sequence", "partial", "replicate"]
 KINDS: tuple[str, ...] = get_args(Kind)
 CUTS = ("column", "row", "vocab")
+_FLAGS = ("gather", "summed", "unsummed")
 _OPTIONS = {
     "column": ("heads", "parts", "gather"),
-    "row": ("heads",),
-    "region": ("divide",),
+    "row": ("heads", "unsummed"),
+    "region": ("divide", "summed"),
     "partial": ("divide",),
     "replicate": ("divide",),
 }
@@ -85,6 +87,10 @@ class Rule:
     gather: bool = False
     divide: tuple[Count, ...] = ()
     argument: str = ""
+    summed: bool = False
+    """Of a region: what comes out is added up there."""
+    unsummed: bool = False
+    """Of a row: what ranks put out is left as it is, for the region around."""
 
     def spans(self, size: int, tp: int, rank: int, *, name: str) -> list[Span]:
         """What `rank` of `tp` holds of a dimension of `size`. Raises LayoutError where it cannot be cut."""
@@ -155,10 +161,10 @@ def _parse(pattern: str, text: str) -> Rule:
     values: dict[str, str] = {}
     for word in words[1:]:
         key, _, value = word.partition("=")
-        if kind == "region" and "=" not in word:
+        if kind == "region" and "=" not in word and word not in _FLAGS:
             values["argument"] = word
             continue
-        if key not in _OPTIONS.get(kind, ()) or (key == "gather") == bool(value):
+        if key not in _OPTIONS.get(kind, ()) or (key in _FLAGS) == bool(value):
             known = ", ".join(_OPTIONS.get(kind, ())) or "nothing"
             raise LayoutError(f"{word!r} says nothing of a {kind}", where=where, fix=f"it takes {known}")
         values[key] = value
@@ -170,7 +176,8 @@ def _parse(pattern: str, text: str) -> Rule:
             where=where,
             fix="as heads=8, heads=8+2/8+2/8, parts=2, divide=num_heads,size/2",
         ) from None
-    return Rule(pattern, text, kind, parts, "gather" in values, divide, values.get("argument", ""))
+    flags = {flag: flag in values for flag in _FLAGS}
+    return Rule(pattern, text, kind, parts, divide=divide, argument=values.get("argument", ""), **flags)
 
 
 def _parts(values: Mapping[str, str]) -> tuple[Part, ...]:
@@ -217,14 +224,18 @@ def rules_of(shape: ModelShape) -> dict[str, str]:
         "blocks.*.attention.k": f"column heads={keys}",
         "blocks.*.attention.v": f"column heads={keys}",
         "blocks.*.attention.o": f"row heads={heads}",
-        "blocks.*.ffn": "region",
-        "blocks.*.ffn.up": "column",
-        "blocks.*.ffn.down": "row",
     }
+    gates = ("up", "gate") if shape.is_gated else ("up",)
+    if shape.num_expert_layers < shape.num_layers:
+        rules |= {"blocks.*.ffn": "region", "blocks.*.ffn.down": "row"}
+        rules |= {f"blocks.*.ffn.{name}": "column" for name in gates}
+    if shape.num_experts:
+        rules["blocks.*.moe"] = "region summed"
+        for part in ("experts", "shared") if shape.num_shared_experts else ("experts",):
+            rules[f"blocks.*.moe.{part}.down"] = "row unsummed"
+            rules |= {f"blocks.*.moe.{part}.{name}": "column" for name in gates}
     if shape.qk_norm:
         rules |= {"blocks.*.attention.q_norm": "partial", "blocks.*.attention.k_norm": "partial"}
-    if shape.is_gated:
-        rules["blocks.*.ffn.gate"] = "column"
     if shape.reads_images:
         return rules
     rules["embed"] = "vocab"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from phalanx.core.units import format_bytes
@@ -10,7 +11,14 @@ from phalanx.job.shape import ModelShape
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.context import context_bytes
 from phalanx.plan.layout import Layout
-from phalanx.plan.memory import Workload, activation_bytes, of_one_rank, rank_memory, staging_bytes
+from phalanx.plan.memory import (
+    Workload,
+    activation_bytes,
+    exchanged_bytes,
+    of_one_rank,
+    rank_memory,
+    staging_bytes,
+)
 from phalanx.plan.pipeline.memory import pipeline_memory, rank_activations, rank_staging
 from phalanx.plan.pipeline.planned import Pipeline
 from phalanx.plan.plan import Candidate
@@ -64,17 +72,18 @@ class Weighing:
         if self.pipeline is not None:
             return max(self.memory_of_ranks(zero_stage, shards), key=lambda memory: sum(memory.values()))
         memory = rank_memory(self.shape, self.work, zero_stage, shards, self.device, self.num_ranks)
-        return self._with_context(memory)
+        return self._with_exchanges(memory)
 
-    def _with_context(self, memory: dict[str, int]) -> dict[str, int]:
-        under_way = round(context_bytes(of_one_rank(self.shape, self.work.tp), self.work))
+    def _with_exchanges(self, memory: dict[str, int]) -> dict[str, int]:
+        here = of_one_rank(self.shape, self.work.tp)
+        under_way = round(context_bytes(here, self.work) + exchanged_bytes(here, self.work))
         return memory | {"communication": memory["communication"] + under_way} if under_way else memory
 
     def memory_of_ranks(self, zero_stage: int, shards: int) -> tuple[dict[str, int], ...]:
         """Of each rank of a pipeline."""
         assert self.pipeline is not None
         found = pipeline_memory(self.shape, self.work, self.pipeline, zero_stage, shards, self.device, self.num_shares)
-        return tuple(self._with_context(memory) for memory in found)
+        return tuple(self._with_exchanges(memory) for memory in found)
 
     def pipeline_of(self, candidate: Candidate) -> Pipeline | None:
         """With what its ranks need under a candidate."""
@@ -110,9 +119,12 @@ def candidates_of(job: Job, weighing: Weighing) -> list[Candidate]:
     if shard == 1 and cp == 1:
         shard = shares
     candidates = []
+    ep = weighing.work.ep
     for name, stage in (("ddp", 0), ("zero1", 1), ("zero2", 2), ("zero3", 3)):
-        split = 1 if stage == 0 else shard
-        layout = Layout(pp=pp, dp_replicate=shares // split, dp_shard=split, cp=cp, tp=tp)
+        if stage == 1 and ep > 1:
+            continue  # experts are reduced over other ranks than the rest
+        split = ep // math.gcd(ep, cp) if stage == 0 else shard  # of whole copies dp_shard is what ep folds over
+        layout = Layout(pp=pp, dp_replicate=shares // split, dp_shard=split, cp=cp, tp=tp, ep=ep)
         candidates.append(weighing.candidate(name, stage, layout))
     return candidates
 

@@ -10,7 +10,7 @@ from phalanx.plan.memory import Workload
 
 
 def work_of(
-    job: Job, shape: ModelShape, *, micro_batch_size: int, num_microbatches: int, tp: int, cp: int = 1
+    job: Job, shape: ModelShape, *, micro_batch_size: int, num_microbatches: int, tp: int, cp: int = 1, ep: int = 1
 ) -> Workload:
     """Without the blocks that are recomputed (see `plan.recompute`)."""
     return Workload(
@@ -30,6 +30,7 @@ def work_of(
         options=DataParallel.of(job.parallel),
         cp=cp,
         cp_attention=job.parallel.cp_attention,
+        ep=ep,
     )
 
 

@@ -78,6 +78,8 @@ def train_alone(
         clips = optimizer is None and (number > 0 or len(steps) == 1)
         max_norm = clip * norm if clips else None
         yield AloneStep(loss / count, count, norm, max_norm, lr, gradients)
+        if hasattr(module, "after_step"):
+            module.after_step()
         if optimizer is not None:
             optimizer.step()
             continue
@@ -102,9 +104,9 @@ def evaluate_alone(module: nn.Module, loss_sum: LossSum, microbatches: Sequence[
 def plain_cross_entropy(outputs: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of causal models as the textbook has it: logits whole, from logits or from (hidden, head's weight)."""
     logits = outputs if isinstance(outputs, torch.Tensor) else outputs[0] @ outputs[1].T
-    targets = batch["targets"]
+    targets, balance = batch["targets"], getattr(outputs, "balance", None)
     total = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=-100, reduction="sum")
-    return total, (targets != -100).sum()
+    return total if balance is None else balance.with_loss(total), (targets != -100).sum()
 
 
 def forward_order(module: nn.Module, call: Callable[[], Any]) -> list[str]:

@@ -49,6 +49,35 @@ class Bag(Protocol):
     def load(self, name: str) -> Bits: ...
 
 
+class StackBag(Bag, Protocol):
+    """A bag that can read parts of its tensors. `load_element`: what lies at `number` of the first dimension."""
+
+    def load_element(self, name: str, number: int) -> Bits: ...
+
+
+class Elements:
+    """A bag with some of its tensors, the `stacks`, taken apart: `up.weight[3]` is what lies at 3 of `up.weight`."""
+
+    def __init__(self, bag: StackBag, stacks: Iterable[str]) -> None:
+        self.where, self._bag = bag.where, bag
+        self.tensors: dict[str, Described] = dict(bag.tensors)
+        self._places: dict[str, tuple[str, int]] = {}
+        for stack in stacks:
+            whole = self.tensors.pop(stack)
+            places = {element_name(stack, number): (stack, number) for number in range(whole.shape[0])}
+            self.tensors |= dict.fromkeys(places, Described(whole.shape[1:], whole.dtype))
+            self._places |= places
+
+    def load(self, name: str) -> Bits:
+        place = self._places.get(name)
+        return self._bag.load_element(*place) if place else self._bag.load(name)
+
+
+def element_name(stack: str, number: int) -> str:
+    """What an element of a stack of tensors is called, here and in files of names."""
+    return f"{stack}[{number}]"
+
+
 class SafetensorsBag:
     """Safetensors files. Nothing is verified (they have no checksums), everything is bounded by the files' sizes."""
 
@@ -68,6 +97,10 @@ class SafetensorsBag:
             return np.memmap(path, bits_type(described.dtype), "r", start, described.shape)
         except (OSError, ValueError) as error:
             raise _unreadable(path, str(error)) from None
+
+    def load_element(self, name: str, number: int) -> Bits:
+        element: Bits = self.load(name)[number]
+        return element
 
     def _open(self, path: Path) -> None:
         try:

@@ -10,14 +10,26 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from phalanx.checkpoint.exchange.bags import element_name
 from phalanx.core.errors import LayoutError, did_you_mean
 
 PLACES = {"layer": r"(?P<layer>\d+)", "expert": r"(?P<expert>\d+)", "part": r"(?P<part>weight|bias)"}
 
+OTHERS = {  # what phalanx's models do not compute, of families that are alike
+    "qwen2_moe": "its shared expert has a gate, and phalanx's none",
+    "deepseek_v2": "its attention is latent, and phalanx's models have none of it yet",
+    "deepseek_v3": "its attention is latent, and phalanx's models have none of it yet",
+    "gpt_oss": "its experts have biases, and phalanx's none",
+    "olmoe": "it normalizes queries and keys over all heads, and phalanx head by head",
+}
+
 
 @dataclass(frozen=True)
 class NameRule:
-    """One tensor of theirs: ours stacked along the first dimension, then turned, then with dimensions of 1 in front."""
+    """One tensor of theirs: ours stacked along the first dimension, then turned, then with dimensions of 1 in front.
+
+    `up.weight[{expert}]` is an element of a stack of tensors, on either side.
+    """
 
     theirs: str
     ours: tuple[str, ...]
@@ -41,7 +53,7 @@ class NameRule:
 class Family:
     """What a file of names says. `always` are keys of ModelShape, `required`, `written` and `defaults` keys of theirs.
 
-    `also`: other names that config.json may have for a key of theirs.
+    `also`: other names that config.json may have for a key of theirs. `note`: what to tell whoever exports one.
     """
 
     model_type: str
@@ -60,7 +72,15 @@ class Family:
     scores_by: str = ""
     biases: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    note: str = ""
     heads_divide_dim: bool = False
+
+    def stacks(self, name: str, shape: tuple[int, ...]) -> bool:
+        """True if their tensor `name` holds one matrix of each expert: it is read element by element."""
+        if len(shape) != 3 or 0 in shape:
+            return False
+        first = element_name(name, 0)
+        return any(rule.our_names(candidate) for candidate in (first, self.prefix + first) for rule in self.rules)
 
     @property
     def is_gated(self) -> bool:
@@ -75,7 +95,7 @@ class Family:
 
 def list_families() -> list[Family]:
     """All of them; what a more special one can say, an earlier one says more simply."""
-    order = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3", "gpt2")
+    order = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3", "gpt2", "mixtral", "qwen3_moe")
     names = sorted(_texts(), key=lambda name: (order.index(name) if name in order else len(order), name))
     return [_family(name) for name in names]
 
@@ -86,7 +106,7 @@ def family_of(model_type: str) -> Family:
     if model_type not in known:
         raise LayoutError(
             f"models of type {model_type!r} cannot be imported",
-            why=f"known: {', '.join(known)}",
+            why=OTHERS.get(model_type) or f"known: {', '.join(known)}",
             fix=did_you_mean(model_type, list(known)) or None,
         )
     return known[model_type]

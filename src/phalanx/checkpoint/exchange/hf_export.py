@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.checkpoint.exchange.bags import INDEX, SINGLE, Bag, Described
+from phalanx.checkpoint.exchange.bags import INDEX, SINGLE, Bag, Described, StackBag
 from phalanx.checkpoint.exchange.families import family_of
 from phalanx.checkpoint.exchange.new_directory import copy_file, new_directory
 from phalanx.checkpoint.exchange.settings import config_of_shape
@@ -20,7 +20,7 @@ from phalanx.checkpoint.shard_file import Bytes, Source, write_stream
 from phalanx.checkpoint.whole import Bits
 from phalanx.core.disk import Disk, write_json_durably
 from phalanx.job.shape import ModelShape
-from phalanx.job.tensors import tensor_shapes
+from phalanx.job.tensors import stored_shapes
 
 CONFIG = "config.json"
 METADATA = {"format": "pt"}  # which transformers asks for
@@ -38,6 +38,7 @@ class Exported:
     dtype: str
     num_tensors: int
     num_bytes: int
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Extras:
 
 
 def export_hugging_face(
-    weights: Bag,
+    weights: StackBag,
     shape: ModelShape,
     out: Path,
     *,
@@ -78,7 +79,7 @@ def export_hugging_face(
     extras = extras or Extras({}, {}, {})
     config = config_of_shape(shape, max_positions=extras.max_positions, more=extras.settings)
     family = family_of(config["model_type"])
-    shapes = tensor_shapes(shape)
+    shapes = stored_shapes(shape)
     _require_weights_of(shapes, weights)
     made = [rounded(tensor, rounding) for tensor in to_theirs(family, shapes, weights)]
     dtypes = {tensor.described.dtype for tensor in made}
@@ -91,7 +92,8 @@ def export_hugging_face(
         for name, path in extras.files.items():
             copy_file(path, partial_out / name)
     names = (*files, CONFIG, *extras.texts, *extras.files)
-    return Exported(family.architecture, family.auto_class, names, config["dtype"], len(made), total)
+    notes = (family.note,) if family.note else ()
+    return Exported(family.architecture, family.auto_class, names, config["dtype"], len(made), total, notes)
 
 
 def _require_weights_of(shapes: Mapping[str, tuple[int, ...]], weights: Bag) -> None:

@@ -12,12 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint.exchange.bags import Bag, open_safetensors
+from phalanx.checkpoint.exchange.bags import Bag, StackBag, open_safetensors
 from phalanx.checkpoint.exchange.families import family_of
 from phalanx.checkpoint.exchange.hf_export import CONFIG, as_source, packed
 from phalanx.checkpoint.exchange.new_directory import copy_file, new_directory
 from phalanx.checkpoint.exchange.settings import shape_of_config
-from phalanx.checkpoint.exchange.translate import Made, to_ours
+from phalanx.checkpoint.exchange.translate import Made, apart, to_ours, together
 from phalanx.checkpoint.fit import MisfitError, Wanted, find_misfits
 from phalanx.checkpoint.manifest import Manifest, Piece, StoredTensor
 from phalanx.checkpoint.shard_file import write_stream
@@ -25,7 +25,7 @@ from phalanx.checkpoint.stores import open_store
 from phalanx.core.disk import Disk, write_bytes_durably
 from phalanx.core.errors import CheckpointError
 from phalanx.job.shape import ModelShape
-from phalanx.job.tensors import tensor_shapes
+from phalanx.job.tensors import stored_shapes
 
 FILE_BYTES = 4 << 30
 MODEL_TOML = "model.toml"
@@ -44,6 +44,7 @@ class Weights:
 
     origin: str
     tensors: tuple[Made, ...]
+    """Those in parts have their parts one after the other."""
     shape: ModelShape | None = None
     settings: Mapping[str, Any] | None = None
     files: Mapping[str, Path] | None = None
@@ -67,18 +68,18 @@ def read_config(source: Path) -> dict[str, Any]:
     return config
 
 
-def from_hugging_face(source: Path, bag: Bag | None = None) -> Weights:
+def from_hugging_face(source: Path, bag: StackBag | None = None) -> Weights:
     """A directory with config.json; `bag` holds its tensors where they are not in its safetensors files.
 
     Raises LayoutError for a model that phalanx does not have, MisfitError for tensors that are not that model's.
     """
     config = read_config(source)
     shape = shape_of_config(config)
-    family, shapes = family_of(config["model_type"]), tensor_shapes(shape)
+    family, shapes = family_of(config["model_type"]), stored_shapes(shape)
     theirs = bag or open_safetensors(source)
     found = to_ours(family, shapes, theirs)
     there = {name: made.described for name, made in found.tensors.items()} | found.unknown
-    misfits = find_misfits({name: Wanted(size) for name, size in shapes.items()}, there)
+    misfits = find_misfits({name: Wanted(size) for name, size in apart(shapes).items()}, there)
     if misfits:
         raise MisfitError(
             f"the weights are not those of the {family.architecture} that config.json describes",
@@ -87,7 +88,7 @@ def from_hugging_face(source: Path, bag: Bag | None = None) -> Weights:
         )
     settings = {key: config[key] for key in KEPT_SETTINGS if config.get(key) is not None}
     files = {name: source / name for name in KEPT_FILES if (source / name).is_file()}
-    tensors = tuple(found.tensors[name] for name in shapes)
+    tensors = tuple(together(shapes, found.tensors))
     notes = tuple(f"{name} is left out: the embedding is the head, config.json says" for name in found.tied_heads)
     return Weights(str(source), tensors, shape, settings, files, notes)
 
@@ -141,19 +142,21 @@ def _write_checkpoint(weights: Weights, directory: Path, file_bytes: int, progre
     """Through the store that runs save to, so that it is written, synced and committed as any checkpoint."""
     store = open_store(directory, None)
     draft = store.begin(0)
-    tensors: dict[str, StoredTensor] = {}
+    pieces: dict[str, list[Piece]] = {}
     files = {}
     done = 0
     for number, group in enumerate(packed(weights.tensors, file_bytes)):
         file = f"weights-{number:04d}.safetensors"
         sources = []
         for tensor in group:
-            key, described = f"{tensor.name}#0", tensor.described
+            parts, described = pieces.setdefault(tensor.name, []), tensor.described
+            key, offset = f"{tensor.name}#{len(parts)}", tensor.offset or (0,) * len(described.shape)
             done += described.num_bytes
             sources.append(as_source(tensor, key, partial(progress, done)))
-            piece = Piece(file, key, (0,) * len(described.shape), described.shape)
-            tensors[tensor.name] = StoredTensor(described.shape, described.dtype, (piece,))
+            parts.append(Piece(file, key, offset, described.shape))
         files[file] = draft.write(file, partial(write_stream, sources=sources))
+    dtypes = {tensor.name: tensor.described.dtype for tensor in weights.tensors}
+    tensors = {name: StoredTensor(_shape_of(parts), dtypes[name], tuple(parts)) for name, parts in pieces.items()}
     facts = {
         "step": 0,
         "imported_from": weights.origin,
@@ -163,6 +166,12 @@ def _write_checkpoint(weights: Weights, directory: Path, file_bytes: int, progre
     manifest = Manifest(0, "", {}, facts, tensors, dict(weights.aliases), files)
     text = json.dumps(manifest.to_json(), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
     store.commit(draft, text.encode())
+
+
+def _shape_of(parts: Sequence[Piece]) -> tuple[int, ...]:
+    """Of the tensor that consists of them."""
+    ends = [[offset + size for offset, size in zip(part.offset, part.size, strict=True)] for part in parts]
+    return tuple(map(max, zip(*ends, strict=True)))
 
 
 def _told(shape: ModelShape) -> dict[str, Any]:

@@ -25,6 +25,8 @@ ACTIVATIONS = {
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # what nn.rotary knows
 YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 MAX_WIDTH, MAX_PARTS = 2**31, 1_000_000  # a config.json may say anything
+MAY_BE_NONE = ("num_dense_layers", "balance_loss")
+BIAS_RATE = 0.001  # DeepSeek-V3's; no config.json says it
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
@@ -47,7 +49,7 @@ def _shape(family: Family, config: Config) -> ModelShape:
     values |= {ours: config[theirs] for theirs, ours in family.widths.items() if theirs in config}
     if config.get("quantization_config"):
         raise LayoutError("the weights are quantized", fix="import the directory that they were made of")
-    _require_widths(values)
+    _require_numbers(values)
     values.setdefault("kind", "decoder")
     if values["kind"] == "vit":
         values |= {"vocab_size": 0, "tie_embeddings": False}
@@ -67,16 +69,26 @@ def _shape(family: Family, config: Config) -> ModelShape:
     return canonical(ModelShape(**values))
 
 
-def _require_widths(values: Mapping[str, Any]) -> None:
-    """Whole numbers that a model can have, before anything is made of them. Raises ValueError."""
+def _require_numbers(values: Mapping[str, Any]) -> None:
+    """Numbers that a model can have, before anything is made of them. Raises ValueError."""
     for key, value in values.items():
         usual = getattr(ModelShape, key, None)
-        if key in ("norm_eps", "tie_embeddings") or isinstance(usual, bool | str):
+        if key in ("norm_eps", "tie_embeddings") or isinstance(usual, str):
             continue
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < MAX_WIDTH:
+        if isinstance(usual, bool):
+            fits = isinstance(value, bool)
+        else:
+            kinds = int | float if isinstance(usual, float) else int
+            fits = isinstance(value, kinds) and not isinstance(value, bool) and 0 <= value < MAX_WIDTH
+            fits = fits and (value > 0 or key in MAY_BE_NONE)
+        if not fits:
             raise ValueError(f"{key} {value!r}")
     if values["num_layers"] * values.get("num_experts", 1) > MAX_PARTS:
         raise ValueError(f"{values['num_layers']} blocks of {values.get('num_experts', 1)} experts")
+    if values.get("experts_per_token", 0) > values.get("num_experts", 0):
+        raise ValueError(f"a token visits {values['experts_per_token']} of {values['num_experts']} experts")
+    if values.get("num_dense_layers", 0) >= values["num_layers"]:
+        raise ValueError(f"{values['num_dense_layers']} of {values['num_layers']} blocks have no experts")
 
 
 def _activation(theirs: str, is_gated: bool, key: str) -> str:
@@ -185,6 +197,11 @@ def canonical(shape: ModelShape) -> ModelShape:
     return replace(shape, **changes)
 
 
+def computed(shape: ModelShape) -> ModelShape:
+    """`canonical`, without what training alone asks for: weights mean the same whatever evens out experts."""
+    return replace(canonical(shape), balance_loss=0.0, balance_bias=BIAS_RATE if shape.balance_bias else 0.0)
+
+
 def config_of_shape(shape: ModelShape, *, max_positions: int = 0, more: Config | None = None) -> dict[str, Any]:
     """The config.json of the first family that computes what the shape says. Raises LayoutError if none does.
 
@@ -209,12 +226,12 @@ def config_of_shape(shape: ModelShape, *, max_positions: int = 0, more: Config |
 def _reasons(family: Family, config: Config, shape: ModelShape) -> list[str]:
     """What the family would compute otherwise: the configuration is read back and compared."""
     try:
-        said = asdict(_shape(family, config))
+        said = asdict(computed(_shape(family, config)))
     except (LayoutError, ValueError):  # also a family of experts, of a model that has none
         return [_NOTHING_ALIKE]
     reasons = [
         f"its {key} is {said[key]} and the model's {value}"
-        for key, value in asdict(shape).items()
+        for key, value in asdict(computed(shape)).items()
         if said[key] != value
     ]
     if family.heads_divide_dim and shape.dim % shape.num_heads:

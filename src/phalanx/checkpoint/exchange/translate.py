@@ -9,25 +9,28 @@ from functools import partial
 
 import numpy as np
 
-from phalanx.checkpoint.exchange.bags import Bag, Described
+from phalanx.checkpoint.exchange.bags import Bag, Described, Elements, StackBag, element_name
 from phalanx.checkpoint.exchange.families import Family, NameRule
 from phalanx.checkpoint.whole import Bits
+from phalanx.core.errors import CheckpointError
 from phalanx.job.tensors import Shape
 
 
 @dataclass(frozen=True)
 class Made:
-    """A tensor under its new name. `load` makes its bits when its turn comes."""
+    """A tensor under its new name, or what of it begins at `offset`. `load` makes its bits when its turn comes."""
 
     name: str
     described: Described
     load: Callable[[], Bits]
+    offset: tuple[int, ...] | None = None
 
 
-def to_theirs(family: Family, shapes: Mapping[str, Shape], ours: Bag) -> list[Made]:
-    """Every tensor of `shapes` as transformers keeps it. `ours` must hold them all in these shapes."""
+def to_theirs(family: Family, shapes: Mapping[str, Shape], weights: StackBag) -> list[Made]:
+    """Every tensor of `shapes` as transformers keeps it. `weights` must hold them all in these shapes."""
     groups: dict[str, tuple[NameRule, list[str]]] = {}
-    for name in shapes:
+    ours = Elements(weights, stacks_in(shapes))
+    for name in apart(shapes):
         for rule in family.rules:
             if theirs := rule.their_name(name):
                 groups.setdefault(theirs, (rule, rule.our_names(theirs)))
@@ -54,18 +57,58 @@ def _their_shape(rule: NameRule, shape: Shape) -> Shape:
     return (1,) * rule.ones + turned
 
 
+def stacks_in(shapes: Mapping[str, Shape]) -> list[str]:
+    """Of our tensors those that hold one matrix of each expert."""
+    return [name for name, shape in shapes.items() if len(shape) == 3]
+
+
+def apart(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Our tensors, of stacks each element: what names of theirs are about."""
+    found: dict[str, Shape] = {}
+    for name, shape in shapes.items():
+        if len(shape) == 3:
+            found |= {element_name(name, number): shape[1:] for number in range(shape[0])}
+        else:
+            found[name] = shape
+    return found
+
+
 @dataclass(frozen=True)
 class Found:
-    """What a directory of theirs holds in our words. `unknown` are names of theirs that mean nothing to us."""
+    """What a directory of theirs holds in our words, stacks taken `apart`. `unknown` are names of theirs that mean
+    nothing to us."""
 
     tensors: dict[str, Made]
     unknown: dict[str, Described]
     tied_heads: tuple[str, ...]
 
 
-def to_ours(family: Family, shapes: Mapping[str, Shape], theirs: Bag) -> Found:
-    """Every tensor of theirs, cut and turned into ours. Whether they are those of `shapes` is for the caller to ask."""
+def together(shapes: Mapping[str, Shape], found: Mapping[str, Made]) -> list[Made]:
+    """Everything of `shapes`, which `found` holds `apart`: of a stack each element with its place in it, so that
+    nobody holds the stack."""
+    made: list[Made] = []
+    for name, shape in shapes.items():
+        if len(shape) != 3:
+            made.append(found[name])
+            continue
+        for number in range(shape[0]):
+            element = found[element_name(name, number)]
+            if element.described.dtype != found[element_name(name, 0)].described.dtype:
+                raise CheckpointError(f"experts of {name} are of more than one type of numbers")
+            described = Described((1, *shape[1:]), element.described.dtype)
+            made.append(Made(name, described, element.load, (number, 0, 0)))
+    return made
+
+
+def to_ours(family: Family, shapes: Mapping[str, Shape], weights: StackBag) -> Found:
+    """Every tensor of theirs, cut and turned into ours. Whether they are those of `shapes` is for the caller to ask.
+
+    Raises CheckpointError if two of theirs are the same of ours.
+    """
+    shapes = apart(shapes)
+    theirs = Elements(weights, [name for name in weights.tensors if family.stacks(name, weights.tensors[name].shape)])
     found: dict[str, Made] = {}
+    origins: dict[str, str] = {}
     unknown: dict[str, Described] = {}
     tied: list[str] = []
     for name, described in theirs.tensors.items():
@@ -77,7 +120,10 @@ def to_ours(family: Family, shapes: Mapping[str, Shape], theirs: Bag) -> Found:
         elif ours == ["head.weight"] and "head.weight" not in shapes:
             tied.append(name)
         else:
-            found.update((made.name, made) for made in _cut(name, rule, ours, shapes, theirs))
+            for made in _cut(name, rule, ours, shapes, theirs):
+                if (other := origins.setdefault(made.name, name)) != name:
+                    raise CheckpointError(f"{other} and {name} are the same tensor of the model", where=theirs.where)
+                found[made.name] = made
     return Found(found, unknown, tuple(tied))
 
 

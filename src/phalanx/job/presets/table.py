@@ -82,5 +82,7 @@ def _peculiarities(shape: ModelShape) -> list[str]:
         f"but every {shape.global_every}th block": shape.global_every > 0,
         "tied": shape.tie_embeddings,
         "latent attention": shape.kv_rank > 0,
+        "sigmoid scores of experts": shape.num_experts > 0 and shape.router_scores == "sigmoid",
+        "scores not normalized": shape.num_experts > 0 and not shape.router_normalize,
     }
     return [words for words, is_so in found.items() if is_so]

@@ -1,7 +1,7 @@
-"""A causal decoder in the styles of Llama, GPT-2, Mistral, Qwen and Gemma: what its `ModelShape` says.
+"""A causal decoder in the styles of Llama, GPT-2, Mixtral, Qwen, Gemma and DeepSeek: what its `ModelShape` says.
 
 Shape suffixes: B batch, T sequence, D model width, V vocabulary. Seams that parallelism may swap:
-`attention.core(q, k, v, positions, document_ids, mask)`, `embed`, the norms.
+`attention.core(q, k, v, positions, document_ids, mask)`, `moe.dispatch(rows, counts, experts)`, `embed`, the norms.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from phalanx.nn.init import initialize_shards
 from phalanx.nn.norms import build_norm
 from phalanx.nn.objective import CausalOutput, Objective, causal_cross_entropy
 from phalanx.nn.rotary import rotary_table
+from phalanx.nn.routing import Balance
 from phalanx.plan.rules import rules_of
 
 
@@ -38,7 +39,8 @@ class Decoder(nn.Module):
         self.embed = nn.Embedding(shape.vocab_size, shape.dim)
         learned = shape.positions == "learned"
         self.embed_positions = nn.Embedding(shape.max_positions, shape.dim) if learned else None
-        self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.num_layers))
+        self.balance = Balance() if shape.num_experts else None
+        self.blocks = nn.ModuleList(Block(shape, layer, self.balance) for layer in range(shape.num_layers))
         self.norm = build_norm(shape)
         self.head = None if shape.tie_embeddings else nn.Linear(shape.dim, shape.vocab_size, bias=False)
         self.attention_mask = attention_mask  # the seam that makes masks: context parallelism puts in its own
@@ -61,7 +63,7 @@ class Decoder(nn.Module):
             local = block.is_local
             x_BTD = block(x_BTD, tables[local], positions, document_ids, masks[local])
         head = self.embed.weight if self.head is None else self.head.weight
-        return CausalOutput(self.norm(x_BTD), head)
+        return CausalOutput(self.norm(x_BTD), head, balance=self.balance)
 
     def _embed(self, inputs: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         x_BTD = self.embed(inputs)
@@ -86,6 +88,13 @@ class Decoder(nn.Module):
     ) -> torch.Tensor | None:
         window = self.shape.sliding_window if local else 0
         return self.attention_mask(num_tokens, window, document_ids, x_BTD.dtype, x_BTD.device)
+
+    def after_step(self) -> None:
+        """In a loop of one's own on one process, after each update: biases of routers follow what came to experts."""
+        for block in self.blocks:
+            if block.has_experts:
+                router = block.moe.router
+                router.move_bias(router.load.take(router.num_experts, router.weight.device)[:-1])
 
     def initialize(self, shards: Mapping[str, LogicalShard], seed: int) -> None:
         """Fill this rank's shards."""

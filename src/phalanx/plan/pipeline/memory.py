@@ -52,13 +52,15 @@ def pipeline_memory(
     """
     shape = of_one_rank(shape, work.tp)
     params = part_params(shape, pipeline.first_stage, pipeline.last_stage)
+    here = part_params(shape, pipeline.first_stage, pipeline.last_stage, work.ep)
     schedule = pipeline.schedule()
     kept = rank_activations(shape, work, pipeline) if shape.is_known else ()
     staging = rank_staging(shape, work, pipeline, num_shares)
     found = []
     for rank in range(pipeline.num_ranks):
         held = pipeline.stages_of(rank)
-        memory = _states(params.of_stages(pipeline.stages, held), work, zero_stage, dp_size)
+        whole, own = (of.of_stages(pipeline.stages, held) for of in (params, here))
+        memory = _states(whole, own, work, zero_stage, dp_size)
         if kept:
             memory["activations"] = kept[rank]
             memory["loss"] = _loss(shape, work) if pipeline.num_stages - 1 in held else 0
@@ -120,15 +122,17 @@ def _loss(shape: ModelShape, work: Workload) -> float:
     return whole - work.tokens * shape.dim * work.compute_bytes - shape.vocab_size * shape.dim * 4
 
 
-def _states(num_params: int, work: Workload, zero_stage: int, dp_size: int) -> dict[str, float]:
+def _states(num_params: int, held: int, work: Workload, zero_stage: int, dp_size: int) -> dict[str, float]:
     """Parameters, gradients and optimizer state. ZeRO 2 and 3 gather parameters once for a whole step, and gradients
-    stay whole until its end: what they split is there beside it."""
-    memory = state_bytes(num_params, zero_stage, dp_size, StateBytes(optimizer=work.optimizer_bytes))
+    stay whole until its end: what they split is there beside it. `held`: without the experts of other ranks of ep."""
+    per = StateBytes(optimizer=work.optimizer_bytes)
     if zero_stage < 2:
-        memory["communication"] = num_params * 2 if work.compute_bytes == 2 else 0  # cast weights, under autocast
+        memory = state_bytes(held, zero_stage, dp_size, per)
+        memory["communication"] = held * 2 if work.compute_bytes == 2 else 0  # cast weights, under autocast
         return memory
+    memory = state_bytes(num_params, zero_stage, dp_size, per)
     memory["parameters"] = num_params * 4 / dp_size
-    memory["communication"] = num_params * (work.compute_bytes + 4)
+    memory["communication"] = held * (work.compute_bytes + 4)
     return memory
 
 

@@ -42,11 +42,14 @@ class PartParams:
         return found - (self.both if {0, last} <= set(held) else 0)
 
 
-def part_params(shape: ModelShape, first_stage: Sequence[str] = (), last_stage: Sequence[str] = ()) -> PartParams:
-    """Of a user's own module: what is registered before the first block is before, and what `first_stage` names."""
+def part_params(
+    shape: ModelShape, first_stage: Sequence[str] = (), last_stage: Sequence[str] = (), ep: int = 1
+) -> PartParams:
+    """Of experts those that a rank of `ep` has. Of a user's own module: what is registered before the first block is
+    before, and what `first_stage` names."""
     if shape.measured is not None:
         return _of_own(shape.measured, first_stage, last_stage)
-    blocks = tuple(counts.params_of_block(shape, layer) for layer in range(shape.num_layers))
+    blocks = tuple(counts.params_of_block(shape, layer, ep) for layer in range(shape.num_layers))
     tied = shape.vocab_size * shape.dim if shape.tie_embeddings and not shape.reads_images else 0
     after = counts.norm_params(shape) + counts.head_params(shape) + tied
     return PartParams(counts.embedding_params(shape), blocks, after, both=tied)

@@ -1,0 +1,85 @@
+"""Products of rows that are sorted by expert with the matrices of these experts, which are one tensor.
+
+Shape suffixes: E experts, R rows, I width in, O width out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+ROUND_TO = 64  # rows
+
+
+def grouped_linear(x_RI: torch.Tensor, weight_EOI: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+    """Rows of expert e times weight[e], in the autocast type if there is one. An expert without rows has gradient 0."""
+    low = autocast_type(x_RI)
+    with torch.autocast(x_RI.device.type, enabled=False):
+        out: torch.Tensor = _GroupedLinear.apply(x_RI.to(low), weight_EOI.to(low), counts_E)
+    return out
+
+
+def autocast_type(x: torch.Tensor) -> torch.dtype:
+    """What products of `x` are computed in."""
+    kind = x.device.type
+    is_cast = torch.is_autocast_enabled(kind) and x.dtype is not torch.float64
+    return torch.get_autocast_dtype(kind) if is_cast else x.dtype
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x_RI: torch.Tensor, weight_EOI: torch.Tensor, counts_E: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x_RI, weight_EOI, counts_E)
+        return rows_times(x_RI, weight_EOI.transpose(1, 2), counts_E)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RO: torch.Tensor) -> Any:  # type: ignore[override]
+        x_RI, weight_EOI, counts_E = ctx.saved_tensors
+        grad_RO = grad_RO.contiguous()
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        return (
+            rows_times(grad_RO, weight_EOI, counts_E) if needs_x else None,
+            rows_by_rows(grad_RO, x_RI, counts_E) if needs_weight else None,
+            None,
+        )
+
+
+def rows_times(x_RI: torch.Tensor, matrix_EIO: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+    """[R, O]: rows of expert e times matrix[e]."""
+    if _has_kernel(x_RI, matrix_EIO.shape[2]):
+        return F.grouped_mm(x_RI, matrix_EIO, offs=_ends(counts_E))
+    parts = x_RI.split(counts_E.tolist())
+    return torch.cat([(_even(part) @ matrix)[: len(part)] for part, matrix in zip(parts, matrix_EIO, strict=True)])
+
+
+def rows_by_rows(a_RO: torch.Tensor, b_RI: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+    """[E, O, I]: of each expert the product of its rows of a and b, summed over rows."""
+    if _has_kernel(a_RO, b_RI.shape[1]):
+        return F.grouped_mm(a_RO.T, b_RI, offs=_ends(counts_E))
+    sizes = counts_E.tolist()
+    return torch.stack([_even(a).T @ _even(b) for a, b in zip(a_RO.split(sizes), b_RI.split(sizes), strict=True)])
+
+
+def _even(rows: torch.Tensor) -> torch.Tensor:
+    """With rows of zeros at the end. In half precision a CPU compiles a product for each size that it meets and keeps
+    it, half a MiB each: as many as there are numbers of tokens, if they are not rounded."""
+    if rows.device.type != "cpu" or rows.dtype not in (torch.bfloat16, torch.float16):
+        return rows
+    return F.pad(rows, (0, 0, 0, -len(rows) % ROUND_TO))
+
+
+def _ends(counts_E: torch.Tensor) -> torch.Tensor:
+    return counts_E.cumsum(0).to(torch.int32)
+
+
+def _has_kernel(rows: torch.Tensor, other_width: int) -> bool:
+    """torch's grouped product is of rows of whole 16 bytes, on CUDA in bf16, on the CPU in fp32; see also `_even`."""
+    if not rows.shape[0] or any(width * rows.element_size() % 16 for width in (rows.shape[1], other_width)):
+        return False
+    return rows.dtype is (torch.float32 if rows.device.type == "cpu" else torch.bfloat16)

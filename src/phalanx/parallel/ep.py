@@ -1,0 +1,214 @@
+"""ep: each rank holds a part of the experts; tokens travel to the experts that they chose, and back.
+
+Arithmetic. The ranks of ep are neighbours among those of dp_shard x cp: each has its own tokens, and the experts e of
+[E / ep * r, E / ep * (r + 1)). A rank's gradient of its experts is that of the tokens of all ep ranks, whose gradients
+came through the second all-to-all of the backward. So the gradient G of a step is the sum over the D / ep ranks that
+hold the same experts, where D = dp_replicate x dp_shard x cp. Data parallelism averages over these D / ep; divided by
+ep this is the mean over D that it is for all other parameters, and `finish_step` does with both the same.
+
+Shape suffixes: R rows (a token and an expert that it chose), D model width, E experts, P ranks of ep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+
+from phalanx.core.errors import LayoutError
+from phalanx.core.phases import Phases
+from phalanx.mesh.logical import Box, Cut, full_name, local_tensor
+from phalanx.parallel.protocol import Order, Workpiece
+from phalanx.plan.plan import Plan
+
+Rows = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class ExpertParallel:
+    order = Order.EXPERTS
+
+    def wanted(self, plan: Plan) -> bool:
+        return plan.layout.ep > 1
+
+    def apply(self, piece: Workpiece) -> None:
+        """Cuts the experts of each mixture, and has it dispatch between ranks."""
+        module, layout = piece.root.module, piece.plan.layout
+        _require_possible(piece.plan)
+        mixtures = {full_name(name): part for name, part in module.named_modules() if is_mixture(part)}
+        if not mixtures and piece.staged is None:
+            raise LayoutError(
+                f"parallel.ep needs a model whose experts can be dispatched to, and {type(module).__name__} has none",
+                fix="leave parallel.ep out",
+            )
+        mesh = piece.mesh.submesh("ep")
+        group = ExpertGroup(mesh.get_group(), layout.ep, piece.phases)
+        cuts: dict[str, Cut] = {}
+        for name, part in mixtures.items():
+            part.dispatch = BetweenRanks(group)
+            cuts |= _cut(part.experts, f"{name}.experts", group, piece.cuts, tp=layout.tp)
+        piece.cuts = {**piece.cuts, **cuts}
+        axes = ("dp_replicate", "expert_shard") if layout.dp_replicate > 1 else ("expert_shard",)
+        modules = tuple(part.experts for part in mixtures.values())
+        piece.experts = SeparateExperts(frozenset(cuts), modules, piece.mesh.submesh(*axes), layout.ep)
+        piece.expert_group = group
+        before = piece.before_finish
+
+        def before_finish(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+            named = list(named)
+            share_gradients(named, cuts, layout.ep)
+            before(named)
+
+        piece.before_finish = before_finish
+
+
+def is_mixture(part: nn.Module) -> bool:
+    """True for the seam: a module with a router, experts and a dispatch between them."""
+    return all(hasattr(part, name) for name in ("router", "experts", "dispatch"))
+
+
+def share_gradients(named: Iterable[tuple[str, nn.Parameter]], names: Iterable[str], ep: int) -> None:
+    """From the mean over the ranks that hold the same experts to that over all ranks of data parallelism."""
+    some = set(names)
+    found = [local_tensor(p.grad) for name, p in named if full_name(name) in some and p.grad is not None]
+    if found:
+        torch._foreach_div_(found, ep)
+
+
+def _require_possible(plan: Plan) -> None:
+    what = ""
+    if plan.zero_stage == 1:
+        what = "parallel.zero_stage=1"
+    elif plan.compress != "none":
+        what = f"parallel.compress={plan.compress}"
+    elif plan.compile:
+        what = "train.compile"
+    if what:
+        raise LayoutError(
+            f"parallel.ep and {what} do not go together",
+            why="gradients of experts are reduced over other ranks than the rest" if not plan.compile else None,
+            fix=f"leave {what} out" if plan.zero_stage != 1 else "set parallel.zero_stage=2 or 3",
+        )
+
+
+def _cut(experts: nn.Module, prefix: str, group: ExpertGroup, cuts: Any, *, tp: int) -> dict[str, Cut]:
+    """Every parameter [E, ...] of `experts` becomes this rank's [E / P, ...]."""
+    found: dict[str, Cut] = {}
+    for path, parameter in list(experts.named_parameters()):
+        name, total = f"{prefix}.{full_name(path)}", parameter.shape[0]
+        if total % group.size:
+            raise LayoutError(f"ep {group.size} does not divide the {total} experts of {prefix}")
+        if tp > 1 and name not in cuts:
+            raise LayoutError(f"no sharding rule cuts {name} over tp {tp}", fix="leave its rules as the model has them")
+        size = total // group.size
+        start = group.rank * size
+        owner = experts.get_submodule(path.rpartition(".")[0])
+        local = nn.Parameter(parameter.detach()[start : start + size].clone(), requires_grad=parameter.requires_grad)
+        setattr(owner, path.rpartition(".")[2], local)
+        whole = (Box((0,) * parameter.ndim, (0,) * parameter.ndim, tuple(parameter.shape)),)
+        before = cuts.get(name) or Cut(tuple(parameter.shape), whole)
+        boxes = (
+            replace(box, global_offset=(start, *box.global_offset[1:]), size=(size, *box.size[1:]))
+            for box in before.boxes
+        )
+        found[name] = Cut(before.global_shape, tuple(boxes), ep=group.size)
+    return found
+
+
+@dataclass(frozen=True)
+class SeparateExperts:
+    """Parameters that data parallelism reduces over other ranks than the rest: `mesh`, those that hold the same."""
+
+    names: frozenset[str]
+    modules: tuple[nn.Module, ...]
+    mesh: DeviceMesh
+    ep: int
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for module in self.modules for parameter in module.parameters()]
+
+    @property
+    def num_holders(self) -> int:
+        return self.mesh.size()
+
+    def group(self) -> dist.ProcessGroup:
+        """Of those that hold the same experts."""
+        mesh = self.mesh if self.mesh.ndim == 1 else self.mesh._flatten("experts_dp")
+        return mesh.get_group()
+
+
+@dataclass
+class ExpertGroup:
+    """The ranks that have different experts. `sent_bytes` counts what this rank has sent to others, `num_exchanges` the
+    all-to-alls of rows."""
+
+    group: dist.ProcessGroup
+    size: int
+    phases: Phases
+    sent_bytes: int = field(default=0)
+    num_exchanges: int = field(default=0)
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    def exchanged_counts(self, counts_PE: torch.Tensor) -> torch.Tensor:
+        """[P, E / P]: how many rows for each of another rank's experts -> how many of each rank for each of its own."""
+        arrived = torch.empty_like(counts_PE)
+        self.sent_bytes += counts_PE.nbytes // self.size * (self.size - 1)
+        with self.phases("collective", "all_to_all counts of rows"):
+            dist.all_to_all_single(arrived, counts_PE.contiguous(), group=self.group)
+        return arrived
+
+    def exchanged(self, rows_RD: torch.Tensor, to: Sequence[int], of: Sequence[int]) -> torch.Tensor:
+        """The first to[0] rows go to rank 0, and so on; of[0] rows of rank 0 come first in what is returned."""
+        arrived = rows_RD.new_empty(sum(of), rows_RD.shape[1])
+        self.sent_bytes += (len(rows_RD) - to[self.rank]) * rows_RD.shape[1] * rows_RD.element_size()
+        self.num_exchanges += 1
+        with self.phases("collective", "all_to_all rows of experts"):
+            dist.all_to_all_single(arrived, rows_RD.contiguous(), list(of), list(to), group=self.group)
+        return arrived
+
+
+@dataclass(frozen=True)
+class BetweenRanks:
+    """Dispatch to the experts of all ranks of `group`; the interface is that of the seam."""
+
+    group: ExpertGroup
+
+    def __call__(self, x_RD: torch.Tensor, counts_E: torch.Tensor, experts: Rows) -> torch.Tensor:
+        size = self.group.size
+        counts_PE = counts_E.view(size, -1)
+        arrived_PE = self.group.exchanged_counts(counts_PE)
+        sent, received = counts_PE.sum(1).tolist(), arrived_PE.sum(1).tolist()
+        rows = _Exchange.apply(x_RD, sent, received, self.group)
+        # They come rank by rank, and of each rank expert by expert: a stable sort makes runs of one expert.
+        numbers = torch.arange(arrived_PE.shape[1], device=x_RD.device).repeat(size)
+        order = numbers.repeat_interleave(arrived_PE.flatten()).argsort(stable=True)
+        made = experts(rows.index_select(0, order), arrived_PE.sum(0))
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        out: torch.Tensor = _Exchange.apply(made.index_select(0, back), received, sent, self.group)
+        return out
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, rows: torch.Tensor, to: list[int], of: list[int], group: ExpertGroup
+    ) -> torch.Tensor:
+        ctx.to, ctx.of, ctx.group = to, of, group
+        return group.exchanged(rows, to, of)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return ctx.group.exchanged(grad, ctx.of, ctx.to), None, None, None
+
+
+parallelism = ExpertParallel()

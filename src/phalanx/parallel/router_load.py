@@ -1,0 +1,65 @@
+"""What came to each expert in a step, over all ranks; and the biases that even it out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from phalanx.core.phases import Phases
+from phalanx.mesh.logical import full_name
+from phalanx.mesh.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """Of one router and one step: choices of each expert by all tokens of the batch, and how many of them it dropped
+    because the expert was full."""
+
+    counts: tuple[int, ...]
+    dropped: int
+
+
+@dataclass
+class RouterLoads:
+    """The routers of this rank's stages. Found by what they have: `load`, `num_experts` and `move_bias`."""
+
+    routers: dict[str, nn.Module]
+    mesh: Mesh
+    phases: Phases
+    found: dict[str, ExpertLoad] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, module: nn.Module, mesh: Mesh, phases: Phases) -> RouterLoads:
+        routers = {full_name(name): part for name, part in module.named_modules() if is_router(part)}
+        return cls(routers, mesh, phases)
+
+    def reduce(self) -> None:
+        """`found` becomes that of the step, by one all-reduce over the ranks with the same stages."""
+        if not self.routers:
+            return
+        device = self.mesh.device
+        parts = [router.load.take(router.num_experts, device) for router in self.routers.values()]  # type: ignore
+        every = torch.cat(parts)
+        if not self.mesh.counts_samples:  # of ranks that see the same tokens one counts
+            every = torch.zeros_like(every)
+        group = self.mesh.stage_group()
+        if group is not None:
+            with self.phases("collective", "all_reduce loads of experts"):
+                dist.all_reduce(every, group=group)
+        self.found = {}
+        for name, part in zip(self.routers, every.split([len(part) for part in parts]), strict=True):
+            *counts, dropped = part.tolist()
+            self.found[name] = ExpertLoad(tuple(map(int, counts)), int(dropped))
+
+    def move_biases(self) -> None:
+        """After a step that is applied."""
+        for name, router in self.routers.items():
+            counts = torch.tensor(self.found[name].counts, dtype=torch.float64, device=self.mesh.device)
+            router.move_bias(counts)  # type: ignore[operator]
+
+
+def is_router(part: nn.Module) -> bool:
+    return all(hasattr(part, name) for name in ("load", "num_experts", "move_bias"))
