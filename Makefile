@@ -7,7 +7,7 @@ READY := .venv/.ready
 # About half of the tests by time, run beside the others.
 BESIDE := tests/contracts tests/unit tests/drills $(sort $(wildcard tests/distributed/test_v*.py))
 
-.PHONY: help venv train test test-all lint format bench bench-checkpoint docs clean
+.PHONY: help venv train test test-all lint format bench bench-checkpoint gpu-check wheels docs clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -51,6 +51,17 @@ bench: $(READY)  ## tokens/s, memory and first step beside a bare DDP loop; abou
 
 bench-checkpoint: $(READY)  ## saving and loading 1 GiB on 4 ranks beside torch's distributed checkpoints
 	$(BIN)/python benchmarks/checkpoint.py
+
+gpu-check:  ## on one GPU: phalanx beside other trainers and the matmul ceiling, kernels' parity; ten minutes, no .venv
+	$(PYTHON) benchmarks/gpu_check
+
+WHEELS := build/wheels
+LINUX := $(foreach tag,_2_28 _2_27 _2_24 _2_17 2014 _2_12 2010 _2_5 1,--platform manylinux$(tag)_x86_64)
+
+wheels:  ## fetch what gpu-check carries to a machine without network: Python 3.12 on x86-64 Linux, about 35 MB
+	rm -rf $(WHEELS)
+	$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
+	  --python-version 3.12 --implementation cp $(LINUX) -c constraints.txt -r benchmarks/gpu_check/wheels.txt -d $(WHEELS)
 
 docs: $(READY)  ## write the tables in docs/ and README.md that are generated from the code
 	$(BIN)/python docs/generate.py

@@ -76,6 +76,18 @@ JUDGED = (
     Judged("tied, GPT-style: learned positions, biases, LayerNorm", 4, SOME, ("--shrink", "--model=gpt2")),
     Judged("grouped queries, two key heads on four ranks", 4, SOME, ("--shrink", "--model=llama3-8b")),
     Judged("norms of queries and keys, tied", 4, SOME, ("--shrink", "--model=qwen3-0.6b")),
+    Judged(
+        "latent attention, latent queries",
+        2,
+        "ddp,zero3,tp2,tp2-whole-sequence,cp2,pp2-1f1b,pp2-zb-v",
+        ("--shrink", "--model=small-latent"),
+    ),
+    Judged(
+        "latent attention, latent queries",
+        4,
+        "zero3-tp2,tp4,tp2-cp2,cp4-ulysses,pp2-tp2-zb-v",
+        ("--shrink", "--model=small-latent"),
+    ),
     Judged("sliding windows, norms after, scaled embeddings", 4, SOME, ("--shrink", "--model=gemma3-1b")),
     Judged("vision transformer", 4, SOME, ("--shrink", "--model=small-vit")),
     *(

@@ -14,6 +14,7 @@ from phalanx.mesh.blocks import find_blocks
 from phalanx.mesh.logical import full_name
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.objective import causal_cross_entropy
+from phalanx.parallel.fp8 import Float8
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize, transforms
 from phalanx.parallel.pp import PipelineStages
@@ -38,6 +39,7 @@ def needing_plans() -> list[Plan]:
         replace(plan(2, dp_replicate=2), compile=True),
         replace(plan(2, dp_replicate=2), offload_activations=True),
         plan(2, dp_replicate=2, offload="optimizer"),
+        replace(plan(2, dp_replicate=2), precision="fp8"),
     ]
 
 
@@ -101,8 +103,13 @@ def apply_alone(rank: int, index: int) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own
 @pytest.mark.parametrize("transform", EVERY)
-def test_applied_alone_it_keeps_names_and_shapes_and_trains(transform: Parallelism) -> None:
+def test_applied_alone_it_keeps_names_and_shapes_and_trains(
+    transform: Parallelism, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Names are the user's module's own, without even a wrapper's prefix; global shapes stay."""
+    if isinstance(transform, Float8):
+        pytest.importorskip("torchao")
+        monkeypatch.setattr(Float8, "emulate", True)
     index = [type(t) for t in transforms()].index(type(transform))
     held: set[str] = set()
     for found in run_ranks(2, apply_alone, index):

@@ -123,6 +123,7 @@ TENSOR_4 = ("ddp-tp2", "zero1-tp2", "zero2-tp2", "zero3-tp2", "tp4", "tp4-whole-
     ("preset", "num_ranks", "names"),
     [
         ("gpt2", 4, ("zero1", "zero3", "hsdp2x2-zero2", "zero3-tp2", "tp4-chunks")),
+        ("small-latent", 2, ("ddp", "zero3", "tp2", "tp2-whole-sequence", "cp2", "pp2-1f1b")),
         pytest.param("gpt2", 4, (*EVERY, *HYBRID, *TENSOR_4), marks=pytest.mark.long),
         pytest.param("gemma3-1b", 2, (*EVERY, *TENSOR, *RECOMPUTED), marks=pytest.mark.long),
     ],

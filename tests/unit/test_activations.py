@@ -33,17 +33,15 @@ BASE = ModelShape(3, 64, 4, 4, 16, 160, 97, True)
 LEARNED = {"positions": "learned", "max_positions": 64}
 GPT2 = {"norm": "layernorm", "activation": "gelu_tanh", "bias": "all", **LEARNED}
 GEMMA3 = {"activation": "geglu_tanh", "qk_norm": True, "post_norms": True, "num_kv_heads": 1, "sliding_window": 16}
+LATENT = {"head_dim": 24, "kv_rank": 20, "rope_head_dim": 8, "value_head_dim": 16}
 MIXTRAL = {"num_experts": 8, "experts_per_token": 2, "expert_ffn_dim": 96, "balance_loss": 0.01}
-DEEPSEEK = {
+SIGMOID = {"router_scores": "sigmoid", "router_scale": 2.5, "balance_loss": 1e-4, "balance_bias": 1e-3}
+DEEPSEEK = SIGMOID | {
     "num_experts": 16,
     "experts_per_token": 3,
     "expert_ffn_dim": 48,
     "num_shared_experts": 2,
     "num_dense_layers": 1,
-    "router_scores": "sigmoid",
-    "router_scale": 2.5,
-    "balance_loss": 1e-4,
-    "balance_bias": 1e-3,
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "base": {},
@@ -59,6 +57,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "window": {"sliding_window": 16},
     "gpt2": GPT2,
     "gemma3": {**GEMMA3, "global_every": 3, "norm_plus_one": True, "scale_embeddings": True},
+    "latent": LATENT,
+    "latent queries": LATENT | {"query_rank": 28, "value_head_dim": 24},
+    "deepseek with latents": DEEPSEEK | LATENT | {"query_rank": 28},
     "mixtral": MIXTRAL,
     "deepseek": DEEPSEEK,
     "two matrices, not normalised": {**MIXTRAL, "activation": "gelu", "router_normalize": False},
@@ -162,7 +163,14 @@ def alive_with(mode: str, shape: ModelShape, precision: str) -> tuple[int, int, 
 
 def all_modes(rank: int) -> dict[Any, tuple[int, int, float, float]]:
     found = {}
-    for variant, precision in (("base", "fp32"), ("gpt2", "fp32"), ("base", "bf16"), ("deepseek", "fp32")):
+    for variant, precision in (
+        ("base", "fp32"),
+        ("gpt2", "fp32"),
+        ("latent queries", "fp32"),
+        ("base", "bf16"),
+        ("latent", "bf16"),
+        ("deepseek", "fp32"),
+    ):
         shape = replace(BASE, **VARIANTS[variant] | {"num_layers": 4})
         for mode in ("none", "selective", "full", "every-k", "sqrt"):
             found[variant, precision, mode] = alive_with(mode, shape, precision)
@@ -211,7 +219,13 @@ def test_a_storage_is_counted_once_and_weights_not_at_all() -> None:
     assert saved.num_bytes == 3 * one  # x for both layers, the first output, and the sigmoid for itself and the product
 
 
-TENSOR_PARALLEL = {"base": {}, "gqa": {"num_kv_heads": 2}, "gemma3": VARIANTS["gemma3"], "gpt2": GPT2}
+TENSOR_PARALLEL = {
+    "base": {},
+    "gqa": {"num_kv_heads": 2},
+    "gemma3": VARIANTS["gemma3"],
+    "gpt2": GPT2,
+    "latent": VARIANTS["latent queries"],
+}
 
 
 def saved_under_tp(rank: int, cuts_sequence: bool) -> dict[str, tuple[int, float]]:

@@ -188,6 +188,7 @@ def test_no_event_can_move_the_cursor(kind: str, is_terminal: bool) -> None:
     evil = "\x1b[2J\r\x07[red]x\u009b1m\nnext"
     values = {"str": evil, "int": 1, "float": math.nan, "dict[str, int]": {evil: 2}, "dict[str, float]": {evil: 1.0}}
     values |= {"dict[str, Any]": {"why": evil}, "list[int]": [1], "bool": True}
+    values |= {"dict[str, list[int]]": {evil: [1]}}
     values |= {"list[list[float]]": [[1.0]], "list[list[list[Any]]]": [[[evil, 0.0, 1.0]]]}
     event = EVENTS[kind](**{item.name: values[str(item.type)] for item in fields(EVENTS[kind])})
     line = describe(tell(event))

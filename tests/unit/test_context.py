@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from models import CPU
 from online_softmax import attention_by_blocks
@@ -14,7 +15,19 @@ from phalanx.core.errors import LayoutError
 from phalanx.job.rank_checks import context_parallel_keys_are_read
 from phalanx.job.schema import Job
 from phalanx.parallel.cp_chunks import Chunks
-from phalanx.parallel.cp_products import Block, CpuFlash, Plain, Products, Running
+from phalanx.parallel.cp_products import (
+    CPU_FLASH,
+    CUDA_EFFICIENT,
+    CUDA_FLASH,
+    PLAIN,
+    Block,
+    CpuFlash,
+    Kernel,
+    Plain,
+    Products,
+    Running,
+    kernel_of,
+)
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
@@ -113,6 +126,35 @@ def test_the_kernel_of_the_cpu_is_the_plain_one(causal: bool, masked: bool) -> N
         tuple(flash.backward(grad, q, k, v, out, more, given, causal)),
         tuple(plain.backward(grad, q, k, v, out, more, given, causal)),
     )
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "width", "is_masked", "kernel"),
+    [
+        ("cpu", torch.bfloat16, 64, False, CPU_FLASH),
+        ("cuda", torch.bfloat16, 64, False, CUDA_FLASH),
+        ("cuda", torch.float16, 256, False, CUDA_FLASH),
+        ("cuda", torch.bfloat16, 264, False, CUDA_EFFICIENT),
+        ("cuda", torch.bfloat16, 64, True, CUDA_EFFICIENT),
+        ("cuda", torch.float32, 64, False, CUDA_EFFICIENT),
+        ("cuda", torch.float64, 64, False, PLAIN),
+        ("cuda", torch.bfloat16, 60, False, PLAIN),
+    ],
+)
+def test_each_block_has_a_kernel_that_takes_it(
+    device: str, dtype: torch.dtype, width: int, is_masked: bool, kernel: Kernel
+) -> None:
+    """And which takes arguments and gives results as torch declares them, a GPU's kernels without one."""
+    with FakeTensorMode():
+        far = torch.empty(2, 4, 6, width, dtype=dtype, device=device)
+        assert kernel_of(far, far if is_masked else None) is kernel
+    q, grad = (torch.empty(2, 4, 6, width, dtype=dtype, device="meta") for _ in range(2))
+    k, v = (torch.empty(2, 4, 10, width, dtype=dtype, device="meta") for _ in range(2))
+    mask = torch.empty(2, 1, 6, 10, dtype=dtype, device="meta") if is_masked else None
+    out, lse = kernel.forward(q, k, v, mask, False)
+    assert (out.shape, out.dtype, lse.shape) == (q.shape, dtype, q.shape[:3])
+    found = kernel.backward(grad, q, k, v, out, lse, mask, False)
+    assert [x.shape for x in found] == [q.shape, k.shape, v.shape]
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])

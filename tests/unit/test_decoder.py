@@ -106,6 +106,10 @@ SHAPES = {
     ),
     "qwen2": replace(shape(), bias="qkv"),
     "qwen3": replace(shape(), qk_norm=True, head_dim=12),
+    "latent": replace(shape(num_kv_heads=4), kv_rank=10, head_dim=12, rope_head_dim=4, value_head_dim=6),
+    "latent queries": replace(
+        shape(num_kv_heads=4), query_rank=14, kv_rank=10, head_dim=12, rope_head_dim=4, value_head_dim=12
+    ),
     "gemma3": replace(
         shape(num_layers=4),
         activation="geglu_tanh",
@@ -145,7 +149,10 @@ def test_flops_are_those_torch_counts(a_shape: ModelShape) -> None:
     assert counts.get("aten.mm", 0) + counts.get("aten.addmm", 0) == wanted["matmul"]
     # Of all pairs that torch counts, the mask keeps these.
     pairs = [causal_pairs(seq_len, a_shape.sliding_window * a_shape.is_local(n)) for n in range(a_shape.num_layers)]
-    assert counts["aten.bmm"] * sum(pairs) == wanted["attention"] * a_shape.num_layers * seq_len**2
+    useful = counts["aten.bmm"] * sum(pairs)
+    if a_shape.kv_rank:  # values are computed as wide as keys
+        useful = useful * (a_shape.head_dim + a_shape.value_head_dim) // (2 * a_shape.head_dim)
+    assert useful == wanted["attention"] * a_shape.num_layers * seq_len**2
     assert wanted["training"] == 3 * (wanted["matmul"] + wanted["attention"])
 
 

@@ -63,7 +63,7 @@ def test_every_tensor_of_a_family_has_one_name(family: Any) -> None:
     experts |= {"num_dense_layers": 1} if "num_dense_layers" in family.widths.values() else {}
     always = {key: value for key, value in family.always.items() if key != "kind"}
     always |= {} if family.is_gated else {"activation": "gelu"}
-    base = "small-vit" if family.always.get("kind") == "vit" else "small"
+    base = "small-vit" if family.always.get("kind") == "vit" else "small-latent" if family.latent else "small"
     wanted = shape(base, num_layers=2, **{**experts, **always})
     for name in apart(stored_shapes(wanted)):
         theirs = list(dict.fromkeys(found for rule in family.rules if (found := rule.their_name(name))))
@@ -82,6 +82,7 @@ SAID = {  # what no model of transformers here computes, and a word of why
     "learned positions in a Llama": ("llama3-8b", {"positions": "learned", "max_positions": 64}, "positions"),
     "a window in some blocks of a Llama": ("llama3-8b", {"sliding_window": 64, "global_every": 3}, "global_every"),
     "grouped queries in a GPT-2": ("gpt2", {"num_kv_heads": 4}, "num_kv_heads"),
+    "latent attention with a window": ("small-latent", {"sliding_window": 64}, "sliding_window"),
     "a mean over patches": ("vit-b16", {"pooling": "mean"}, "pooling"),
 }
 
@@ -145,7 +146,7 @@ OTHER_EXPERTS = {
     "DeepSeek's every second block": ("deepseek", {"moe_layer_freq": 2}, "moe_layer_freq = 2"),
     "another score": ("deepseek", {"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid'"),
     "a gate of the shared expert": ("mixtral", {"model_type": "qwen2_moe"}, "its shared expert has a gate"),
-    "latent attention": ("mixtral", {"model_type": "deepseek_v3"}, "its attention is latent"),
+    "experts beside latent attention": ("mixtral", {"model_type": "deepseek_v3"}, "29 of 32 blocks have experts"),
     "biases in experts": ("mixtral", {"model_type": "gpt_oss"}, "its experts have biases"),
     "more visits than experts": ("mixtral", {"num_experts_per_tok": 9}, "visits 9 of 8 experts"),
     "no expert": ("mixtral", {"num_local_experts": 0}, "cannot be understood"),
@@ -183,6 +184,31 @@ UNKNOWN = {
     "quantized": ({"quantization_config": {"bits": 4}}, "quantized"),
     "no width at all": ({"hidden_size": None}, "cannot be understood"),
 }
+
+
+LATENT = config_of_shape(shape("small-latent", rope_scaling="yarn", rope_factor=4.0, rope_original_len=64))
+YARN = LATENT["rope_scaling"]
+UNKNOWN_OF_DEEPSEEK = {
+    "experts": ({"first_k_dense_replace": 1}, "3 of 4 blocks have experts"),
+    "a temperature of the rotated part alone": (
+        {"rope_scaling": {key: value for key, value in YARN.items() if "mscale" not in key}},
+        "mscale = None",
+    ),
+    "two temperatures": ({"rope_scaling": YARN | {"mscale": 0.5}}, "mscale = 0.5 and mscale_all_dim = 1.0"),
+    "another order of pairs": ({"rope_interleave": False}, "rope_interleave"),
+}
+
+
+def test_a_rank_of_queries_that_is_null_is_none_and_one_that_is_left_out_is_the_published_one() -> None:
+    assert shape_of_config({**LATENT, "q_lora_rank": None}).query_rank == 0
+    assert shape_of_config({key: value for key, value in LATENT.items() if key != "q_lora_rank"}).query_rank == 1536
+
+
+@pytest.mark.parametrize("case", UNKNOWN_OF_DEEPSEEK)
+def test_settings_of_latent_attention_that_mean_another_computation_are_refused(case: str) -> None:
+    changes, words = UNKNOWN_OF_DEEPSEEK[case]
+    with pytest.raises(LayoutError, match=words):
+        shape_of_config({**LATENT, **changes})
 
 
 @pytest.mark.parametrize("case", UNKNOWN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -245,6 +246,56 @@ def test_ntk_scaling_is_the_dynamic_one_at_one_length() -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0, "original_max_position_embeddings": 100}
     model = theirs("Llama", shape, rope_parameters=rope, max_position_embeddings=100)
     assert_same(model, ours(shape, model, LLAMA_NAMES), length=200, tolerance=1e-4)
+
+
+DEEPSEEK_NAMES = LLAMA_NAMES | {
+    "q_a_proj.": "q_down.",
+    "q_a_layernorm.": "q_norm.",
+    "q_b_proj.": "q_up.",
+    "kv_a_proj_with_mqa.": "kv_down.",
+    "kv_a_layernorm.": "kv_norm.",
+    "kv_b_proj.": "kv_up.",
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LATENT = {"num_experts": 0, "head_dim": 12, "kv_rank": 10, "rope_head_dim": 4, "value_head_dim": 6}
+
+
+def deepseek(name: str, shape: ModelShape, rope: dict[str, Any]) -> nn.Module:
+    """Dense blocks alone. Its `head_dim` is the rotated part."""
+    ranks = {"q_lora_rank": shape.query_rank or None, "kv_lora_rank": shape.kv_rank, "v_head_dim": shape.value_head_dim}
+    widths = {"qk_rope_head_dim": shape.rope_head_dim, "qk_nope_head_dim": shape.head_dim - shape.rope_head_dim}
+    dense = {"first_k_dense_replace": shape.num_layers, "max_position_embeddings": 256}
+    rope = {"rope_theta": shape.rope_theta, **rope}
+    return theirs(name, replace(shape, head_dim=shape.rope_head_dim), rope_parameters=rope, **ranks, **widths, **dense)
+
+
+@pytest.mark.parametrize(
+    ("preset", "name", "changes"),
+    [
+        ("deepseek-v3", "DeepseekV3", {"query_rank": 14}),
+        ("deepseek-v2-lite", "DeepseekV2", {}),
+        ("deepseek-v3", "DeepseekV3", {"query_rank": 14, "norm_eps": 1e-3}),
+        ("deepseek-v2-lite", "DeepseekV2", {"value_head_dim": 12}),
+    ],
+)
+def test_deepseeks_latent_attention(preset: str, name: str, changes: dict[str, Any]) -> None:
+    """As published, with YaRN: its temperature is on all of queries and keys."""
+    shape = tiny(preset, **LATENT | changes, rope_factor=4.0, rope_original_len=64)
+    mscale = {"mscale": shape.rope_mscale, "mscale_all_dim": shape.rope_mscale}
+    model = deepseek(name, shape, YARN | mscale)
+    assert_same(model, ours(shape, model, DEEPSEEK_NAMES), length=200, tolerance=1e-4)
+    cold = deepseek(name, shape, YARN | {"mscale": 1e-9, "mscale_all_dim": 1e-9})
+    with pytest.raises(AssertionError):  # the temperature matters
+        assert_same(cold, ours(shape, cold, DEEPSEEK_NAMES), length=200, tolerance=1e-4)
+
+
+def test_deepseeks_latent_attention_without_scaling() -> None:
+    shape = tiny("deepseek-v3", **LATENT, query_rank=14, rope_scaling="none")
+    model = deepseek("DeepseekV3", shape, {"rope_type": "default"})
+    assert_same(model, ours(shape, model, DEEPSEEK_NAMES))
+    whole = replace(shape, value_head_dim=12)
+    with pytest.raises(RuntimeError):  # the width of values is theirs
+        ours(whole, model, DEEPSEEK_NAMES)
 
 
 VIT_NAMES = {

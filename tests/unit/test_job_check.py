@@ -97,7 +97,22 @@ def test_checks_read_keys_that_exist():
         ("model.global_every=2", "model.global_every: global_every has no effect; set model.sliding_window"),
         ("model.expert_ffn_dim=9", "model.expert_ffn_dim: expert_ffn_dim has no effect; set model.num_experts"),
         ("model.preset=mixtral-8x7b model.ffn_dim=9", "model.ffn_dim: ffn_dim has no effect; set model.expert_ffn_dim"),
-        ("model.preset=deepseek-v3 model.head_dim=32", "model.head_dim: head_dim has no effect; leave it out: latent"),
+        (
+            "model.preset=deepseek-v3 model.num_kv_heads=4",
+            "model.num_kv_heads: num_kv_heads has no effect; leave it out",
+        ),
+        ("model.preset=deepseek-v3 model.head_dim=32", "model.head_dim: latent attention rotates an even part of its"),
+        (
+            "model.kv_rank=16",
+            "model.kv_rank: latent attention rotates an even part of its heads of 32, and rope_head_d",
+        ),
+        ("model.rope_head_dim=8", "model.rope_head_dim: rope_head_dim has no effect; set model.kv_rank"),
+        (
+            "model.preset=small-latent model.value_head_dim=64",
+            "model.value_head_dim: values of 64 are wider than heads",
+        ),
+        ("model.preset=small-latent model.positions=learned", "model.positions: latent attention has rotary positions"),
+        ("model.rope_mscale=0.7", "model.rope_mscale: rope_mscale has no effect; set model.rope_scaling to yarn"),
         ("model.rope_scaling=linear", "model.rope_scaling: linear scaling needs a factor above 1, and it is 1"),
         (
             "model.rope_scaling=yarn model.rope_factor=4",

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from models import decoder, shape
+from models import fill, shape
 from phalanx.core.errors import LayoutError
 from phalanx.job.schema import Job
+from phalanx.nn.models.decoder import Decoder
 from phalanx.plan import activations
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.memory import Workload, activation_bytes, kept_bytes, rank_memory
@@ -28,6 +29,7 @@ FOUR = Stages((2, 2, 2, 2))
 EIGHT_BLOCKS = shape(num_layers=8)
 WORK = Workload(2, 16, "fp32", "none", 8, 4, segments=())
 OPTIMIZER = 8
+SHARED_EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_dim": 24, "num_shared_experts": 2}
 
 
 def memory(pipeline: Pipeline, zero_stage: int = 0, dp_size: int = 1, work: Workload = WORK) -> list[dict[str, int]]:
@@ -120,12 +122,21 @@ def test_only_the_last_stage_has_a_loss_and_ends_get_no_messages_alone() -> None
     assert [rank["loss"] > 0 for rank in v] == [True, False, False, False]
 
 
-def test_weight_gradients_that_wait_keep_what_is_predicted() -> None:
+LATENT = {"kv_rank": 10, "head_dim": 12, "rope_head_dim": 4, "value_head_dim": 6}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, LATENT, LATENT | {"query_rank": 14}, SHARED_EXPERTS],
+    ids=["plain", "latent", "latent queries", "experts"],
+)
+def test_weight_gradients_that_wait_keep_what_is_predicted(changes: dict[str, Any]) -> None:
     """Against the storages that split backwards hold between I and W. The head is the objective's, not a module."""
     from phalanx.parallel.pp_weights import LaterWeights, split_linears
 
-    model = shape(tied=False)
-    module = decoder(tied=False, dtype=torch.float32)
+    model = replace(shape(tied=False, num_kv_heads=4 if "kv_rank" in changes else 2), **changes)
+    module = Decoder(model)
+    fill(module)
     split_linears(module)
     tokens = torch.arange(24).reshape(2, 12) % model.vocab_size
     later = LaterWeights()
@@ -143,8 +154,9 @@ def test_weight_gradients_that_wait_keep_what_is_predicted() -> None:
     later.do("key")
     gc.collect()
     held = {address: size for tensor, address, size in between if tensor() is None}
-    wanted = 24 * model.num_layers * activations.weight_input_bytes(model, 4, experts=False)
-    assert sum(held.values()) == wanted
+    wanted = 24 * model.num_layers * activations.weight_input_bytes(model, 4, experts=bool(experts))
+    counts = 8 * model.num_expert_layers * model.num_experts  # of rows for each expert
+    assert sum(held.values()) == wanted + counts
 
 
 def test_the_plan_takes_the_rank_that_needs_most_and_says_which() -> None:

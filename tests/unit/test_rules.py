@@ -198,6 +198,11 @@ PLANNED = "parallel.ranks=2", "parallel.tp=2"
 WHOLE_FFN = {f"blocks.*.ffn{part}": "replicate" for part in ("", ".gate", ".up", ".down")}
 
 
+WHOLE_ATTENTION = {f"blocks.*.attention{part}": "replicate" for part in ("", ".q", ".k", ".v", ".o")}
+QK_NORM = "model.qk_norm=true", "parallel.sequence_parallel=false"
+LATENT = ("model.preset=small-latent",)
+
+
 def planned(rules: dict[str, str], *overrides: str) -> list[str]:
     job = load_job(None, [*PLANNED, *overrides])
     body = job.to_json()
@@ -223,6 +228,21 @@ def planned(rules: dict[str, str], *overrides: str) -> list[str]:
         ({"head": "replicate"}, ("model.tie_embeddings=false",), "head needs vocab, where the sequence is cut"),
         ({"head": "replicate"}, ("model.tie_embeddings=false", "parallel.sequence_parallel=false"), ""),
         ({"head": "column"}, ("model.tie_embeddings=false",), "a head is cut by tokens"),
+        (
+            WHOLE_ATTENTION,
+            QK_NORM,
+            "blocks.0.attention.q_norm sees all of blocks.0.attention on each rank, and its grad",
+        ),
+        ({**WHOLE_ATTENTION, "blocks.*.attention.?_norm": "replicate"}, QK_NORM, ""),
+        ({"blocks.*.attention.q_norm": "replicate"}, QK_NORM, "sees a part of blocks.0.attention .* not added up"),
+        ({"blocks.*.attention.kv_up": "replicate"}, LATENT, "blocks.0.attention.kv_up would not be cut as what it wo"),
+        ({"blocks.*.attention.kv_down": "column gather"}, LATENT, "kv_down sees a part of blocks.0.attention on each"),
+        (
+            {"blocks.*.attention.q_down": "replicate"},
+            LATENT,
+            "q_down sees a part of blocks.0.attention .* not added up",
+        ),
+        ({"blocks.*.attention.q_up": "column heads=2"}, LATENT, ""),
     ],
 )
 def test_rules_for_a_built_in_model(rules: dict[str, str], overrides: tuple[str, ...], words: str) -> None:
@@ -236,7 +256,7 @@ def test_rules_for_a_built_in_model(rules: dict[str, str], overrides: tuple[str,
 
 
 def test_module_names_are_those_of_the_model() -> None:
-    for overrides in ([], ["model.tie_embeddings=false", "model.positions=learned", "model.qk_norm=true"]):
+    for overrides in ([], ["model.tie_embeddings=false", "model.positions=learned", "model.qk_norm=true"], LATENT):
         shape = shape_of(load_job(None, overrides), 257)
         with torch.device("meta"):
             module = build(shape)

@@ -14,7 +14,7 @@ import pytest
 from phalanx.core.errors import ExitCode, LayoutError
 from phalanx.job.foreign import probe_foreign_shape
 from phalanx.job.load import load_job
-from phalanx.job.model import fixed_vocab_size, refuse_untrainable, shape_of, what_follows
+from phalanx.job.model import fixed_vocab_size, shape_of, what_follows
 from phalanx.job.presets import list_presets
 from phalanx.job.presets.table import with_table
 from phalanx.job.shape import ModelShape, default_ffn_dim
@@ -158,14 +158,6 @@ def test_the_vocabulary_is_the_keys_then_the_presets_then_the_datas():
     assert fixed_vocab_size(load_job(None, ["model.preset=gpt2", "model.vocab_size=50304"]).model) == 50304
     assert preset_shape("gpt2").vocab_size == 50257
     assert shape_of(load_job(), 77).vocab_size == 77
-
-
-def test_latent_attention_is_planned_and_not_trained():
-    with pytest.raises(LayoutError, match="cannot be trained yet") as caught:
-        refuse_untrainable(load_job(None, ["model.preset=deepseek-v3"]))
-    assert caught.value.exit_code == ExitCode.JOB
-    refuse_untrainable(load_job(None, ["model.preset=mixtral-8x7b"]))
-    refuse_untrainable(load_job(None, ["model.kind=my.models:build"]))
 
 
 def test_a_window_and_the_blocks_without_it():

@@ -15,6 +15,8 @@ from phalanx.job.hugging_face import preloaded
 from phalanx.job.schema import Job
 from phalanx.observe.outlet import OpenSink, Sink
 from phalanx.observe.sink_process import SINKS, ProcessSink
+from phalanx.plan.cluster import compute_capability
+from phalanx.plan.fp8 import CAPABILITY, INSTEAD
 
 
 def wanted_sinks(job: Job) -> tuple[str, ...]:
@@ -60,9 +62,22 @@ def check_needs(job: Job, device: str) -> None:
             if missing:
                 fix = f"pip install 'phalanx[{kind}]'"
                 raise EnvironmentProblem(f"the sink {kind} needs {' and '.join(missing)}", fix=fix)
+    if job.precision.compute == "fp8":
+        _check_fp8(device)
     compiler = os.environ.get("CXX") or "g++"
     if job.train.compile and device == "cpu" and not shutil.which(compiler):
         raise EnvironmentProblem(
             f"train.compile needs a C++ compiler and there is no {compiler}",
             fix="install g++ or set train.compile=false",
+        )
+
+
+def _check_fp8(device: str) -> None:
+    if not _is_installed("torchao"):
+        raise EnvironmentProblem("precision.compute=fp8 needs torchao", fix=f"pip install 'phalanx[gpu]', or {INSTEAD}")
+    found = compute_capability() if device == "cuda" else None
+    if found is not None and found < CAPABILITY:
+        wanted, has = (".".join(map(str, version)) for version in (CAPABILITY, found))
+        raise EnvironmentProblem(
+            f"precision.compute=fp8 needs GPUs of compute capability {wanted}, and one here has {has}", fix=INSTEAD
         )

@@ -28,7 +28,7 @@ from phalanx.core.store_urls import local_directory
 from phalanx.data.corpus import MANIFEST, Corpus, verify_corpus
 from phalanx.data.prepare import prepare_corpus
 from phalanx.job.foreign import foreign_shape
-from phalanx.job.model import fixed_vocab_size, refuse_other_data, refuse_untrainable
+from phalanx.job.model import fixed_vocab_size, refuse_other_data
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.launch.paths import next_attempt
@@ -69,7 +69,6 @@ def prepared_run(job: Job, run_dir: Path, *, resume: bool, num_ranks: int | None
     cluster = detect_cluster(job.cluster.device)
     shape = foreign_shape(job)
     check_needs(job, cluster.device)
-    refuse_untrainable(job)
     refuse_other_data(job, shape)
     _refuse_masks(job, shape)
     if not resume:

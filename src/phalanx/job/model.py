@@ -67,6 +67,8 @@ def _resolved(model: Model) -> dict[str, Any]:
     values.setdefault("num_kv_heads", _scaled_kv_heads(base, values))
     values.setdefault("head_dim", max(1, values["dim"] // values["num_heads"]))
     values.setdefault("ffn_dim", _scaled_ffn_dim(base, values))
+    if values.get("kv_rank"):
+        values.setdefault("value_head_dim", max(1, values["head_dim"] - values.get("rope_head_dim", 0)))
     if "expert_ffn_dim" in base:
         values.setdefault("expert_ffn_dim", _in_proportion("expert_ffn_dim", base, values))
     return values
@@ -136,18 +138,6 @@ _CAUSES = {
 def _is_one_to_one(key: str, *resolved: dict[str, Any]) -> bool:
     """True for key-value heads that were and are as many as query heads: nobody wonders about these."""
     return key == "num_kv_heads" and all(values[key] == values["num_heads"] for values in resolved)
-
-
-def refuse_untrainable(job: Job) -> None:
-    """Raises LayoutError for models that are planned and not trained."""
-    if job.model.is_foreign:
-        return
-    shape = shape_of(job, vocab_size=1)
-    if shape.kv_rank:
-        raise LayoutError(
-            "a model with latent attention can be planned and cannot be trained yet",
-            fix="use phalanx plan, or another model.preset",
-        )
 
 
 def refuse_other_data(job: Job, measured: ModelShape | None = None) -> None:

@@ -23,12 +23,13 @@ EXPERT_KEYS = (
     *("experts_per_token", "expert_ffn_dim", "num_shared_experts", "num_dense_layers"),
     *("router_scores", "router_normalize", "router_scale", "expert_capacity", "balance_loss", "balance_bias"),
 )
-LATENT_KEYS = ("num_kv_heads", "head_dim", "qk_norm", "bias")  # which latent attention does not read
+LATENT_KEYS = ("query_rank", "rope_head_dim", "value_head_dim")
+PLAIN_KEYS = ("num_kv_heads", "qk_norm", "bias")  # which latent attention does not read
 IMAGE_KEYS = ("image_size", "patch_size", "num_channels", "num_classes", "pooling")
 TEXT_KEYS = (
     *("vocab_size", "tie_embeddings", "scale_embeddings", "positions", "max_positions", "rope_theta"),
     *("local_rope_theta", "rope_scaling", "rope_factor", "rope_original_len", "sliding_window", "global_every"),
-    *("num_experts", *EXPERT_KEYS),
+    *("num_experts", *EXPERT_KEYS, "kv_rank", *LATENT_KEYS, "rope_mscale"),
 )
 
 
@@ -76,10 +77,12 @@ def _needed(key: str, shape: ModelShape) -> str:
         "rope_factor": shape.rope_scaling == "none" and "set model.rope_scaling: nothing is scaled",
         "rope_original_len": shape.rope_scaling not in ("llama3", "yarn")
         and "set model.rope_scaling to llama3 or yarn",
+        "rope_mscale": shape.rope_scaling != "yarn" and "set model.rope_scaling to yarn",
         "local_rope_theta": not shape.sliding_window and "set model.sliding_window: no block has one",
         "ffn_dim": shape.num_expert_layers == shape.num_layers and "set model.expert_ffn_dim: every block has experts",
         "global_every": not shape.sliding_window and "set model.sliding_window: no block has one",
-        **dict.fromkeys(LATENT_KEYS, shape.kv_rank and "leave it out: latent attention has its own"),
+        **dict.fromkeys(PLAIN_KEYS, shape.kv_rank and "leave it out: latent attention has its own"),
+        **dict.fromkeys(LATENT_KEYS, not shape.kv_rank and "set model.kv_rank: there is no latent attention"),
         **dict.fromkeys(EXPERT_KEYS, not shape.num_experts and "set model.num_experts: there are none"),
     }
     return missing.get(key) or ""
@@ -96,7 +99,7 @@ def scaling_is_complete(job: Job) -> list[Finding]:
     if shape.rope_scaling in ("llama3", "yarn") and not shape.rope_original_len:
         what = f"{shape.rope_scaling} scaling needs the length that the positions were made for"
         findings.append(_finding("rope_original_len", what, "set model.rope_original_len"))
-    if shape.rope_scaling == "ntk" and shape.head_dim == 2:
+    if shape.rope_scaling == "ntk" and shape.rotated_dim == 2:
         findings.append(_finding("rope_scaling", "ntk scaling changes nothing in heads of width 2", "use linear"))
     return findings
 
@@ -161,6 +164,22 @@ def experts_are_complete(job: Job) -> list[Finding]:
     return findings
 
 
+def latents_are_complete(job: Job) -> list[Finding]:
+    shape = shape_or_none(job)
+    if shape is None or not shape.kv_rank:
+        return []
+    findings, rotated = [], shape.rope_head_dim
+    if shape.positions != "rope":
+        findings.append(_finding("positions", "latent attention has rotary positions", "leave it out"))
+    if not 0 < rotated < shape.head_dim or rotated % 2:
+        what = f"latent attention rotates an even part of its heads of {shape.head_dim}, and rope_head_dim is {rotated}"
+        findings.append(_finding("rope_head_dim", what, f"try {max(2, shape.head_dim // 6 * 2)}"))
+    elif shape.value_head_dim > shape.head_dim:
+        what = f"values of {shape.value_head_dim} are wider than heads of {shape.head_dim}"
+        findings.append(_finding("value_head_dim", what, f"at most {shape.head_dim}"))
+    return findings
+
+
 def cast_needs_weights(job: Job) -> list[Finding]:
     if not job.model.init_cast or job.model.init_from is not None:
         return []
@@ -173,9 +192,12 @@ _WHAT_TURNS_ON = {
     **dict.fromkeys(("rope_factor", "rope_original_len"), ("model.rope_scaling",)),
     **dict.fromkeys(("local_rope_theta", "global_every"), ("model.sliding_window",)),
     **dict.fromkeys(EXPERT_KEYS, ("model.num_experts",)),
+    **dict.fromkeys(LATENT_KEYS, ("model.kv_rank",)),
+    "rope_mscale": ("model.rope_scaling",),
 }
 _WIDTHS = ("model.dim", "model.num_heads")
 _EXPERTS = ("model.num_experts", *(f"model.{key}" for key in EXPERT_KEYS))
+_LATENTS = ("model.kv_rank", "model.head_dim", "model.positions", *(f"model.{key}" for key in LATENT_KEYS))
 _SCALING = ("model.rope_scaling", "model.rope_factor", "model.rope_original_len")
 
 QUESTIONS: list[tuple[Question, tuple[str, ...]]] = [
@@ -186,6 +208,7 @@ QUESTIONS: list[tuple[Question, tuple[str, ...]]] = [
         for key in ("preset", *SHAPE_KEYS)
     ),
     (cast_needs_weights, ("model.init_cast", "model.init_from")),
+    (latents_are_complete, (*_LATENTS, *_COMPANIONS)),
     (scaling_is_complete, (*_SCALING, *_COMPANIONS)),
     (heads_divide_dim, (*_WIDTHS, "model.head_dim", "model.positions", *_COMPANIONS)),
     (kv_heads_divide_heads, ("model.num_heads", "model.num_kv_heads", *_COMPANIONS)),

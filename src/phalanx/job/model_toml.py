@@ -21,6 +21,7 @@ def model_section(shape: ModelShape, more: Mapping[str, Any] | None = None) -> s
     defaults = ModelShape(0, 0, 0, 0, 0, 0, 0, False).to_json()
     said = {*ALWAYS, *(() if shape.reads_images else OF_TEXT), *base.values}
     unread = {"ffn_dim"} if shape.num_expert_layers == shape.num_layers else set()
+    unread |= {"num_kv_heads"} if shape.kv_rank else set()
     values = shape.to_json()
     wanted = [key for key in SHAPE_KEYS if key in said or values[key] != defaults[key]]
     chosen = {key: values[key] for key in wanted if key not in unread}

@@ -67,6 +67,14 @@ class Model(Section):
     """Key and value heads (GQA); where nothing says, num_heads."""
     head_dim: Positive | None = None
     """Width of a head; where nothing says, dim / num_heads."""
+    kv_rank: Count | None = None
+    """Latent attention (DeepSeek-V2): width of what keys and values are made of (0: they are made of the input)."""
+    query_rank: Count | None = None
+    """Width of what its queries are made of (0: of the input)."""
+    rope_head_dim: Positive | None = None
+    """The part of head_dim that positions rotate in latent attention; all heads share its key."""
+    value_head_dim: Positive | None = None
+    """Width of a head's values in latent attention; where nothing says, head_dim less rope_head_dim."""
     ffn_dim: Positive | None = None
     """Inner width of the feed-forward; where nothing says, 4 dim, or with a gate 8/3 dim rounded up to a multiple of
     32."""
@@ -106,6 +114,8 @@ class Model(Section):
     """How many times they are stretched."""
     rope_original_len: Positive | None = None
     """The length they were trained for (llama3, yarn)."""
+    rope_mscale: PositiveFloat | None = None
+    """YaRN multiplies queries and keys by 1 + 0.1 x this x ln(rope_factor); where nothing says, 1."""
     sliding_window: Count | None = None
     """A token attends to this many tokens, itself among them (0: to all before it)."""
     global_every: Count | None = None
@@ -291,8 +301,8 @@ class Parallel(Section):
     """With cp: zigzag gives each rank an early and a late part of a sequence, so that all have equal work under a
     causal mask; none: one run of tokens. (ulysses has equal work anyway, and cuts no further than none.)"""
     ep: Positive | None = None
-    """Ranks over which the experts of a model are spread (expert parallelism). They are ranks of dp_shard x cp, which
-    ep must divide, and it adds none: docs/experts.md."""
+    """Ranks over which the experts of a model are spread (expert parallelism): docs/experts.md. They are ranks of
+    dp_shard x cp, which ep must divide; it adds none."""
     pp: Positive | None = None
     """Ranks over which the blocks of a model are spread in stages (pipeline parallelism): docs/pipeline.md."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zb-v", "dualpipe-v"] | None = None
@@ -349,9 +359,9 @@ class Parallel(Section):
 class Precision(Section):
     """The types of numbers."""
 
-    compute: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Type of matmuls and activations. Weights, optimizer and gradient reduction stay fp32. fp16 scales the loss
-    (docs/precision.md)."""
+    compute: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
+    """Type of matmuls and activations. Weights, optimizer and gradient reduction stay fp32. fp16 scales the loss; fp8,
+    for GPUs that have it, multiplies blocks' matrices in fp8 and does the rest in bf16 (docs/precision.md)."""
     loss_scale: PositiveFloat | Literal["dynamic"] = "dynamic"
     """Of fp16: what the loss is multiplied by before the backward; dynamic: halved when gradients overflow, doubled
     after loss_scale_growth_steps good steps."""

@@ -123,6 +123,8 @@ class ModelShape:
     """How many times longer than rope_original_len a sequence may be."""
     rope_original_len: int = 0
     """The sequence length before scaling: what llama3 and yarn measure wavelengths against."""
+    rope_mscale: float = 1.0
+    """YaRN multiplies queries and keys by 1 + 0.1 x this x ln(rope_factor)."""
 
     sliding_window: int = 0
     """A token attends to this many, itself among them; 0: to all before it."""
@@ -158,6 +160,7 @@ class ModelShape:
     rope_head_dim: int = 0
     """The part of head_dim that is rotated; its key is shared by all heads."""
     value_head_dim: int = 0
+    """At most head_dim."""
 
     image_size: int = 0
     patch_size: int = 0
@@ -186,6 +189,11 @@ class ModelShape:
     def num_patches(self) -> int:
         """Of one image."""
         return (self.image_size // self.patch_size) ** 2 if self.patch_size else 0
+
+    @property
+    def rotated_dim(self) -> int:
+        """Of a head, what rotary positions turn."""
+        return self.rope_head_dim or self.head_dim
 
     @property
     def num_expert_layers(self) -> int:

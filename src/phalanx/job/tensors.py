@@ -12,11 +12,8 @@ Shape = tuple[int, ...]
 
 
 def tensor_shapes(shape: ModelShape) -> dict[str, Shape]:
-    """Each parameter's name and shape, tied ones once. Models that are planned and not yet trained have theirs, too:
-    experts' matrices are stacked in `blocks.3.moe.experts.up.weight`, the router is `blocks.3.moe.router.weight`.
-    """
+    """Each parameter's name and shape, tied ones once. Experts are stacked (`blocks.3.moe.experts.up.weight`)."""
     assert shape.is_known, "of a user's own module only counts are known"
-    assert not shape.kv_rank, "latent attention has no names yet"
     found = dict(_outside(shape))
     for layer in range(shape.num_layers):
         found.update((f"blocks.{layer}.{name}", size) for name, size in _block(shape, layer))
@@ -82,15 +79,9 @@ def _outside(shape: ModelShape) -> Iterator[tuple[str, Shape]]:
 
 
 def _block(shape: ModelShape, layer: int) -> Iterator[tuple[str, Shape]]:
-    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    into, out_of = shape.bias != "none", shape.bias == "all"
     for name in ("attention_norm", "ffn_norm", *(("attention_post_norm", "ffn_post_norm") if shape.post_norms else ())):
         yield from _norm(name, shape)
-    for name, width in (("q", queries), ("k", keys), ("v", keys)):
-        yield from _linear(f"attention.{name}", width, shape.dim, into)
-    yield from _linear("attention.o", shape.dim, queries, out_of)
-    if shape.qk_norm:
-        yield from ((f"attention.{name}.weight", (shape.head_dim,)) for name in ("q_norm", "k_norm"))
+    yield from (_latent_attention if shape.kv_rank else _attention)(shape)
     if not shape.has_experts(layer):
         yield from _feed_forward("ffn", shape, shape.ffn_dim)
         return
@@ -99,6 +90,30 @@ def _block(shape: ModelShape, layer: int) -> Iterator[tuple[str, Shape]]:
         yield name, (shape.num_experts, *size)
     if shape.num_shared_experts:
         yield from _feed_forward("moe.shared", shape, shape.num_shared_experts * shape.expert_ffn_dim)
+
+
+def _attention(shape: ModelShape) -> Iterator[tuple[str, Shape]]:
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    into, out_of = shape.bias != "none", shape.bias == "all"
+    for name, width in (("q", queries), ("k", keys), ("v", keys)):
+        yield from _linear(f"attention.{name}", width, shape.dim, into)
+    yield from _linear("attention.o", shape.dim, queries, out_of)
+    if shape.qk_norm:
+        yield from ((f"attention.{name}.weight", (shape.head_dim,)) for name in ("q_norm", "k_norm"))
+
+
+def _latent_attention(shape: ModelShape) -> Iterator[tuple[str, Shape]]:
+    heads, dim, plain = shape.num_heads, shape.dim, shape.head_dim - shape.rope_head_dim
+    if shape.query_rank:
+        yield "attention.q_down.weight", (shape.query_rank, dim)
+        yield "attention.q_norm.weight", (shape.query_rank,)
+        yield "attention.q_up.weight", (heads * shape.head_dim, shape.query_rank)
+    else:
+        yield "attention.q.weight", (heads * shape.head_dim, dim)
+    yield "attention.kv_down.weight", (shape.kv_rank + shape.rope_head_dim, dim)
+    yield "attention.kv_norm.weight", (shape.kv_rank,)
+    yield "attention.kv_up.weight", (heads * (plain + shape.value_head_dim), shape.kv_rank)
+    yield "attention.o.weight", (dim, heads * shape.value_head_dim)
 
 
 def _feed_forward(name: str, shape: ModelShape, width: int) -> Iterator[tuple[str, Shape]]:

@@ -98,6 +98,17 @@ def only_fp16_is_scaled(job: Job) -> list[Finding]:
     return [finding(f"precision.{key}", what, fix) for key in keys if getattr(of, key) != getattr(plain, key)]
 
 
+@check("precision.compute", "parallel.tp", "parallel.pp", asked_by=("precision.compute",))
+def fp8_is_for_whole_matrices(job: Job) -> list[Finding]:
+    """Of tp and pp: their products are made by hand, cut or in two halves, and would silently stay in bf16."""
+    of = job.parallel
+    if job.precision.compute != "fp8" or ((of.tp or 1) == 1 and (of.pp or 1) == 1):
+        return []
+    axis = "tp" if (of.tp or 1) > 1 else "pp"
+    what = f'"fp8" is for layouts without tp and pp, and parallel.{axis} is {getattr(of, axis)}'
+    return [finding("precision.compute", what, f'set compute = "bf16", or leave parallel.{axis} out')]
+
+
 @check("parallel.compress", "parallel.compress_rank", "parallel.compress_fraction")
 def compressions_read_their_keys(job: Job) -> list[Finding]:
     of, plain = job.parallel, Job().parallel
@@ -145,6 +156,7 @@ CHECKS = (
     evaluations_have_tokens,
     metrics_are_the_objectives,
     only_fp16_is_scaled,
+    fp8_is_for_whole_matrices,
     compressions_read_their_keys,
     every_k_has_a_k,
     budget_has_a_size,

@@ -13,6 +13,7 @@ from phalanx.nn.attention import Attention
 from phalanx.nn.experts import MixtureOfExperts
 from phalanx.nn.feed_forward import FeedForward
 from phalanx.nn.init import InitRule
+from phalanx.nn.latent_attention import LatentAttention
 from phalanx.nn.norms import build_norm
 from phalanx.nn.routing import Balance
 
@@ -29,7 +30,8 @@ class Block(nn.Module):
         super().__init__()
         self.is_local, self.has_experts = shape.is_local(layer), shape.has_experts(layer)
         self.attention_norm = build_norm(shape)
-        self.attention = Attention(shape, shape.sliding_window if self.is_local else 0)
+        attention = LatentAttention if shape.kv_rank else Attention
+        self.attention = attention(shape, shape.sliding_window if self.is_local else 0)
         self.attention_post_norm = build_norm(shape) if shape.post_norms else None
         self.ffn_norm = build_norm(shape)
         if shape.has_experts(layer):

@@ -11,7 +11,7 @@ from phalanx.core.digest import stable_hash64
 from phalanx.core.errors import LayoutError
 from phalanx.core.registry import resolve
 from phalanx.job.hugging_face import is_hugging_face
-from phalanx.job.model import preset_of, refuse_untrainable
+from phalanx.job.model import preset_of
 from phalanx.job.schema import Job, Model
 from phalanx.job.shape import ModelShape
 from phalanx.nn.hf import factory_of
@@ -24,7 +24,6 @@ def build_model(job: Job, shape: ModelShape) -> nn.Module:
     """A built-in model on the meta device (`parallelize` fills it), or the user's module with its own weights."""
     if job.model.is_foreign:
         return build_foreign(job.model, job.run.seed)
-    refuse_untrainable(job)
     build = resolve(shape.kind, MODELS, "build")
     with torch.device("meta"):
         module: nn.Module = build(shape)

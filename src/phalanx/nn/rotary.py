@@ -20,8 +20,8 @@ def rotary_frequencies(
 ) -> torch.Tensor:
     """[E/2]: radians per position of each pair of a head. `local`: of blocks with a sliding window."""
     if local and shape.local_rope_theta:
-        return _frequencies(shape.head_dim, shape.local_rope_theta, dtype, device)
-    plain = _frequencies(shape.head_dim, _base(shape), dtype, device)
+        return _frequencies(shape.rotated_dim, shape.local_rope_theta, dtype, device)
+    plain = _frequencies(shape.rotated_dim, _base(shape), dtype, device)
     if shape.rope_scaling == "linear":
         return plain / shape.rope_factor
     if shape.rope_scaling == "llama3":
@@ -40,7 +40,7 @@ def _base(shape: ModelShape) -> float:
     """NTK-aware scaling (bloc97 2023) takes a base with which the slowest pair turns rope_factor times slower."""
     if shape.rope_scaling != "ntk":
         return shape.rope_theta
-    stretch: float = shape.rope_factor ** (shape.head_dim / (shape.head_dim - 2))
+    stretch: float = shape.rope_factor ** (shape.rotated_dim / (shape.rotated_dim - 2))
     return shape.rope_theta * stretch
 
 
@@ -57,13 +57,13 @@ def _llama3_share(plain: torch.Tensor, shape: ModelShape) -> torch.Tensor:
 
 def _yarn_share(plain: torch.Tensor, shape: ModelShape) -> torch.Tensor:
     """YaRN (arXiv 2309.00071, section 3.2), with the ramp over the pairs' index between two whole numbers."""
-    half, theta = shape.head_dim // 2, shape.rope_theta
+    half, theta = shape.rotated_dim // 2, shape.rope_theta
 
     def pair_that_turns(times: float) -> float:
         return half * math.log(shape.rope_original_len / (times * 2 * math.pi)) / math.log(theta)
 
     low = max(math.floor(pair_that_turns(YARN_FAST)), 0)
-    high = min(math.ceil(pair_that_turns(YARN_SLOW)), shape.head_dim - 1)
+    high = min(math.ceil(pair_that_turns(YARN_SLOW)), shape.rotated_dim - 1)
     index = torch.arange(half, dtype=plain.dtype, device=plain.device)
     return 1 - ((index - low) / max(high - low, 0.001)).clamp(0, 1)
 
@@ -76,13 +76,27 @@ def rotary_table(
     frequencies = rotary_frequencies(shape, wide, positions_BT.device, local=local)
     angle_BTE = positions_BT[..., None].to(wide) * frequencies
     table = torch.stack((angle_BTE.cos(), angle_BTE.sin()))[:, :, None]
-    if shape.rope_scaling == "yarn" and not (local and shape.local_rope_theta):
-        table = table * (0.1 * math.log(shape.rope_factor) + 1)  # YaRN's temperature, on queries and keys alike
+    if not shape.kv_rank and not (local and shape.local_rope_theta):  # latent attention has it on more than this
+        table = table * yarn_temperature(shape)  # on queries and keys alike
     return table
+
+
+def yarn_temperature(shape: ModelShape) -> float:
+    """What YaRN multiplies queries and keys by (arXiv 2309.00071, section 3.4); 1 without it."""
+    return 0.1 * shape.rope_mscale * math.log(shape.rope_factor) + 1 if shape.rope_scaling == "yarn" else 1.0
 
 
 def rotate(x_BHTE: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Rotate each (first half, second half) pair by its position's angle."""
+    return _rotated(*x_BHTE.chunk(2, dim=-1), table).to(x_BHTE.dtype)
+
+
+def rotate_neighbours(x_BHTE: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Rotate each (even, odd) pair, as DeepSeek's weights lie. First members come out before the second ones, which is
+    nothing to scores if queries and keys have it alike."""
+    return _rotated(x_BHTE[..., 0::2], x_BHTE[..., 1::2], table).to(x_BHTE.dtype)
+
+
+def _rotated(first: torch.Tensor, second: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     cos, sin = table
-    first, second = x_BHTE.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BHTE.dtype)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

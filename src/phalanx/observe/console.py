@@ -107,6 +107,7 @@ class Pace:
     is_first_of_attempt: bool = False
     _recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=AVERAGED_STEPS))
     _rss_bytes: dict[int, float] = field(default_factory=dict)
+    _experts: dict[int, events.ExpertsLoaded] = field(default_factory=dict)  # the last of each rank that tells
 
     def take(self, envelope: Envelope) -> bool:
         """Account for an envelope; True if it was a step of rank 0, the one that is shown."""
@@ -117,6 +118,8 @@ class Pace:
             self.num_skipped += 1
         elif isinstance(event, EvalFinished):
             self.last_eval = event
+        elif isinstance(event, events.ExpertsLoaded):
+            self._experts[envelope.rank] = event
         if not isinstance(event, StepFinished):
             return False
         self._rss_bytes[envelope.rank] = event.rss_bytes
@@ -166,7 +169,16 @@ class Pace:
             f"norm {self.last.grad_norm:.2f}",
             f"{_rate(self.tokens_per_s)} {self.units.short_rate}",
             f"{format_seconds(self.step_s)}/step",
+            *self._load_of_experts(),
         ]
+
+    def _load_of_experts(self) -> list[str]:
+        """ "experts 1.42x": the busiest expert of any layer against the mean of its layer. Of the last step told."""
+        if not self._experts:
+            return []
+        worst = max(event.worst[1] for event in self._experts.values())
+        dropped = max(event.dropped_share for event in self._experts.values())
+        return [f"experts {worst:.2f}x" + (f" dropped {100 * dropped:.1f}%" if dropped else "")]
 
 
 def _eval(event: EvalFinished) -> str:

@@ -257,6 +257,36 @@ class PipelineMeasured(Event):
 
 
 @dataclass(frozen=True)
+class ExpertsLoaded(Event):
+    """What came to the experts of a model in a step (the first, each observe.log_every-th and the last), over all
+    ranks. From the first rank of each stage of a pipeline, of the layers in its stages; else from rank 0.
+
+    `tokens_by_expert`: of each layer ("blocks.3.moe") the tokens of the batch that chose each expert, dropped ones
+    too; `dropped`: of each layer how many choices were dropped, because the expert was full.
+    """
+
+    step: int
+    tokens_by_expert: dict[str, list[int]]
+    dropped: dict[str, int]
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """The layer whose busiest expert has most, and how many times the mean; ("", 0) where nothing was counted."""
+        found = {
+            name: max(tokens) * len(tokens) / sum(tokens)
+            for name, tokens in self.tokens_by_expert.items()
+            if sum(tokens) > 0
+        }
+        return max(found.items(), key=lambda item: item[1], default=("", 0.0))
+
+    @property
+    def dropped_share(self) -> float:
+        """Of all choices, 0 to 1."""
+        chosen = sum(map(sum, self.tokens_by_expert.values()))
+        return sum(self.dropped.values()) / chosen if chosen > 0 else 0.0
+
+
+@dataclass(frozen=True)
 class StopRequested(Event):
     """All ranks agreed to stop after `step`. `reason`: "sigterm" | "sigint"."""
 

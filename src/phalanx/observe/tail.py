@@ -67,6 +67,7 @@ _FITS: dict[str, Callable[[Any], bool]] = {
     "dict[str, int]": lambda value: type(value) is dict and all(map(_is_whole, value.values())),
     "dict[str, float]": lambda value: type(value) is dict and all(map(_is_whole, value.values())),
     "dict[str, Any]": lambda value: type(value) is dict,
+    "dict[str, list[int]]": lambda value: type(value) is dict and all(map(_is_row, value.values())),
     "list[int]": _is_row,
     "bool": lambda value: type(value) is bool,
     "list[list[float]]": lambda value: type(value) is list and all(map(_is_row, value)),

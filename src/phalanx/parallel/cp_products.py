@@ -5,7 +5,7 @@ Shape suffixes: B batch, H query heads, K key/value heads, T this rank's tokens,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -69,6 +69,21 @@ def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, is_caus
     return scores if mask is None else scores + mask
 
 
+class CudaFlash:
+    """torch's flash attention for CUDA: bf16 and fp16, no mask but the causal one, heads of multiples of 8."""
+
+    def forward(self, q, k, v, mask, is_causal):  # type: ignore[no-untyped-def]
+        op = torch.ops.aten._scaled_dot_product_flash_attention
+        out, lse, *_ = op(q, k, v, 0.0, is_causal)
+        return out, lse
+
+    def backward(self, grad, q, k, v, out, lse, mask, is_causal):  # type: ignore[no-untyped-def]
+        op = torch.ops.aten._scaled_dot_product_flash_attention_backward
+        none = torch.zeros((), dtype=torch.int64)  # seed and offset of a dropout that there is not
+        lengths = q.shape[2], k.shape[2]
+        return op(grad, q, k, v, out, lse.contiguous(), None, None, *lengths, 0.0, is_causal, none, none)
+
+
 class CudaEfficient:
     """torch's memory-efficient attention for CUDA, which takes masks and says its log-sum-exp: fp32, bf16, fp16."""
 
@@ -95,13 +110,22 @@ def _bias(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.
     return room[..., : k.shape[2]].expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
 
 
-def kernel_of(device: torch.device, dtype: torch.dtype) -> Kernel:
-    """What computes blocks where. The one place that knows devices."""
-    if device.type == "cpu":
-        return CpuFlash()
-    if device.type == "cuda" and dtype is not torch.float64:
-        return CudaEfficient()
-    return Plain()
+PLAIN, CPU_FLASH, CUDA_FLASH, CUDA_EFFICIENT = Plain(), CpuFlash(), CudaFlash(), CudaEfficient()
+LOW = (torch.bfloat16, torch.float16)
+FLASH_WIDTH = 256  # the widest head that it takes
+
+
+def kernel_of(q: torch.Tensor, mask: torch.Tensor | None) -> Kernel:
+    """What computes a block of these queries. The one place that knows devices."""
+    width = q.shape[-1]
+    table: tuple[tuple[bool, Kernel], ...] = (
+        (q.device.type == "cpu", CPU_FLASH),
+        (q.device.type != "cuda" or q.dtype is torch.float64, PLAIN),
+        (q.dtype in LOW and mask is None and width % 8 == 0 and width <= FLASH_WIDTH, CUDA_FLASH),
+        (width % 8 == 0, CUDA_EFFICIENT),
+        (True, PLAIN),
+    )
+    return next(kernel for fits, kernel in table if fits)
 
 
 @dataclass
@@ -131,14 +155,10 @@ class Products:
     """This rank's queries [B, H, T, E] against blocks of keys and values [2, B, K, S, E]."""
 
     q: torch.Tensor
-    kernel: Kernel = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.kernel = kernel_of(self.q.device, self.q.dtype)
 
     def forward(self, running: Running, block: Block) -> None:
         q, (k, v) = self.q[:, :, block.rows], self._keys(block)
-        out, lse = self.kernel.forward(q, k, v, block.mask, block.is_causal)
+        out, lse = kernel_of(q, block.mask).forward(q, k, v, block.mask, block.is_causal)
         if block.mask is not None:  # kernels differ in what they say of a query that sees nothing
             blind = (block.mask == -torch.inf).all(-1)
             lse, out = lse.masked_fill(blind, -torch.inf), out.masked_fill(blind.unsqueeze(-1), 0.0)
@@ -150,7 +170,8 @@ class Products:
         """Adds to `grad_q`, and returns what the block's keys and values get: [2, B, K, S, E], in at least fp32."""
         rows, (k, v) = block.rows, self._keys(block)
         q, of_rows = self.q[:, :, rows], (x[:, :, rows] for x in (grad, out, lse))
-        mine, *found = self.kernel.backward(next(of_rows), q, k, v, *of_rows, block.mask, block.is_causal)
+        kernel = kernel_of(q, block.mask)
+        mine, *found = kernel.backward(next(of_rows), q, k, v, *of_rows, block.mask, block.is_causal)
         grad_q[:, :, rows] += mine
         grad_kv = torch.zeros(block.kv.shape, dtype=grad_q.dtype, device=grad_q.device)
         heads = block.kv.shape[2]

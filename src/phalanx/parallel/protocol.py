@@ -37,11 +37,12 @@ class Order(IntEnum):
     EXPERTS = 3  # what tensor parallelism has left of them is cut again
     STATISTICS = 4  # layers that must see what all ranks see
     DROPOUT = 5
-    RECOMPUTE = 6
-    COMPILE = 7
-    DATA = 8  # data parallelism wraps what is left
-    UPDATE = 9  # what the optimizer gets to see of it
-    OFFLOAD = 10  # where it sees it
+    PRODUCTS = 6  # what multiplies matrices
+    RECOMPUTE = 7
+    COMPILE = 8
+    DATA = 9  # data parallelism wraps what is left
+    UPDATE = 10  # what the optimizer gets to see of it
+    OFFLOAD = 11  # where it sees it
 
 
 class Root(nn.Module):
@@ -107,7 +108,9 @@ class Workpiece:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.plan.precision, torch.float32)
+        """Of activations and of what is not fp8."""
+        low = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+        return low.get(self.plan.precision, torch.float32)
 
 
 class Parallelism(Protocol):

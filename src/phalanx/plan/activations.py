@@ -1,8 +1,7 @@
 """Bytes that autograd keeps from the forward to the backward, tensor by tensor, for every shape of model.
 
 `c` is the size of the compute type: 4 in fp32, 2 in bf16. Tests compare this with what autograd saves. Experts are
-counted at even load, and none dropped. Latent attention is not built: its bytes are what a plain implementation would
-keep.
+counted at even load, and none dropped.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ def block_bytes(shape: ModelShape, c: int, *, experts: bool, parts: int = 1) -> 
 def product_bytes(shape: ModelShape, c: int, *, experts: bool) -> int:
     """Of one block, for one token: what its matrices and its attention make, which selective recompute keeps."""
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
-    if shape.kv_rank:  # latents and what is made of them; value_head_dim is the width of the output
-        made = shape.query_rank + shape.kv_rank + 2 * heads * shape.head_dim + 2 * heads * shape.value_head_dim
+    if shape.kv_rank:  # both products of queries and of keys and values, and the output, which is as wide as queries
+        made = _latent_products(shape) + heads * shape.head_dim
     else:
         made = 2 * (heads + kv_heads) * shape.head_dim  # q and the output, k and v
     attention = (made + shape.dim) * c + 4 * heads
@@ -41,6 +40,8 @@ def shared_product_bytes(shape: ModelShape, c: int, *, experts: bool) -> int:
     A selectively recomputed block makes the rest of block_bytes again.
     """
     attention = shape.num_heads * (shape.head_dim * c + 4)
+    if shape.kv_rank and c == 4:  # norms keep their inputs as they are
+        attention += c * (shape.query_rank + shape.kv_rank + shape.rope_head_dim)
     wide = (2 if shape.is_gated else 1) * c
     if not experts:
         return attention + wide * shape.ffn_dim
@@ -52,19 +53,19 @@ def weight_input_bytes(shape: ModelShape, c: int, *, experts: bool) -> int:
     """Of one block, for one token: what the gradients of its weights are made of, where they wait for the rest of the
     backward (zero-bubble schedules). Of each matrix what went in, once where several read it, and what came back.
 
-    The router and the experts that tokens are sent to do not wait: their gradients are made with the rest."""
+    The router does not wait: its gradient is made with the rest."""
     heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.dim
     if shape.kv_rank:
-        latents = shape.query_rank + shape.kv_rank
-        made = 2 * latents + heads * (2 * shape.head_dim + 2 * shape.value_head_dim)
+        # What came back to all its matrices, the latents that went in, and what went into the output.
+        made = _latent_products(shape) + shape.query_rank + shape.kv_rank + heads * shape.value_head_dim
     else:
         made = (2 * heads + 2 * kv_heads) * shape.head_dim  # what came back to q, k, v; what went into the output
     attention = 2 * dim + made
     wide = 3 if shape.is_gated else 2
-    if experts and not shape.num_shared_experts:
-        return c * attention
-    width = shape.num_shared_experts * shape.expert_ffn_dim if experts else shape.ffn_dim
-    return c * (attention + 2 * dim + wide * width)
+    if not experts:
+        return c * (attention + 2 * dim + wide * shape.ffn_dim)
+    visited, inputs = shape.experts_per_token + shape.num_shared_experts, shape.experts_per_token + _is_shared(shape)
+    return c * (attention + 2 * dim * inputs + visited * wide * shape.expert_ffn_dim)
 
 
 def norm_bytes(shape: ModelShape, width: int, c: int, parts: int = 1) -> int:
@@ -94,13 +95,20 @@ def _attention_bytes(shape: ModelShape, c: int) -> int:
 
 
 def _latent_attention_bytes(shape: ModelShape, c: int) -> int:
-    """Latents with their norms, then queries and keys of head_dim, values and output of value_head_dim."""
+    """Latents with their norms, q, k, v and the output, all of head_dim, and of the output what enters its matrix.
+
+    Where nothing is cast, what the latent's norm keeps is a part of a product that has the rotated key, too.
+    """
     heads, latents = shape.num_heads, [rank for rank in (shape.query_rank, shape.kv_rank) if rank]
-    return (
-        sum(_rms_bytes(rank) + rank * c for rank in latents)
-        + heads * (2 * shape.head_dim + 3 * shape.value_head_dim) * c
-        + 4 * heads
-    )
+    norms = sum(_rms_bytes(rank) + rank * c for rank in latents) + (c * shape.rope_head_dim if c == 4 else 0)
+    return norms + heads * (4 * shape.head_dim + shape.value_head_dim) * c + 4 * heads
+
+
+def _latent_products(shape: ModelShape) -> int:
+    """Features that latent attention's matrices before the attention put out."""
+    keys_and_values = shape.num_heads * (shape.head_dim - shape.rope_head_dim + shape.value_head_dim)
+    down = shape.query_rank + shape.kv_rank + shape.rope_head_dim
+    return down + shape.num_heads * shape.head_dim + keys_and_values
 
 
 def _ffn_bytes(shape: ModelShape, width: int, c: int) -> int:

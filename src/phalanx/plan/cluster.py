@@ -61,17 +61,31 @@ def _host_memory() -> int:
     return total
 
 
+def compute_capability() -> tuple[int, int] | None:
+    """Of the least able GPU here; None where nvidia-smi does not say."""
+    found = [line.strip().split(".") for line in _nvidia_smi("compute_cap")]
+    return min(((int(major), int(minor)) for major, minor in found), default=None) if _are_numbers(found) else None
+
+
+def _are_numbers(found: list[list[str]]) -> bool:
+    return all(len(parts) == 2 and all(part.isdigit() for part in parts) for parts in found)
+
+
+def _nvidia_smi(what: str) -> list[str]:
+    """A line for each GPU; none where it cannot be asked."""
+    query = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return []
+
+
 def _query_gpus() -> list[tuple[str, int]]:
     """(name, bytes) of each visible NVIDIA GPU, through nvidia-smi; empty where there is none."""
     if shutil.which("nvidia-smi") is None:
         return []
-    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        lines = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
-    except (OSError, subprocess.SubprocessError):
-        return []
     gpus = []
-    for line in lines:
+    for line in _nvidia_smi("name,memory.total"):
         name, _, mebibytes = line.rpartition(",")
         if mebibytes.strip().isdigit():
             gpus.append((name.strip(), int(mebibytes) * 2**20))

@@ -20,7 +20,7 @@ def check_rules(own: Mapping[str, str], shape: ModelShape, tp: int) -> tuple[Rul
     """The job's rules, then the model's own. Raises LayoutError for what cannot be: text, names, kinds of modules,
     degrees. With one rank only the text is looked at."""
     rules = parse_rules(own)
-    if tp > 1 and shape.is_known and not shape.kv_rank:
+    if tp > 1 and shape.is_known:
         return _check_built_in(rules, shape, tp)
     if shape.measured is None or tp == 1 or not shape.measured.names:
         return rules

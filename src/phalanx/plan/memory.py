@@ -13,6 +13,7 @@ from phalanx.job import counts
 from phalanx.job.shape import ModelShape
 from phalanx.plan import activations
 from phalanx.plan.data_parallel import ALL_BLOCKS, DataParallel
+from phalanx.plan.fp8 import fp8_bytes, fp8_params
 from phalanx.plan.segments import Segment, segments_of
 
 CATEGORIES = (
@@ -62,7 +63,7 @@ class Workload:
 
     micro_batch_size: int
     seq_len: int  # of an image: its patches (and class token)
-    precision: str  # "fp32" | "bf16" | "fp16"
+    precision: str  # "fp32" | "bf16" | "fp16" | "fp8"
     recompute: str  # a mode of train.recompute; segments say what it means for the model's blocks
     loss_chunk_tokens: int
     num_microbatches: int = 1
@@ -91,7 +92,8 @@ class Workload:
 
     @property
     def compute_bytes(self) -> int:
-        return 2 if self.precision in ("bf16", "fp16") else 4
+        """Of activations: in fp8 they are kept in bf16, and cast anew for each product."""
+        return 4 if self.precision == "fp32" else 2
 
     @property
     def error_bytes(self) -> int:
@@ -212,7 +214,8 @@ def communication_bytes(shape: ModelShape, work: Workload, zero_stage: int, num_
     held = held_params(shape, work.ep)
     if zero_stage <= 1:
         accumulated = held * 4 if work.num_microbatches > 1 and num_ranks > 1 else 0
-        return accumulated + (held * 2 if work.compute_bytes == 2 else 0)
+        cast = held - (fp8_params(shape) if work.precision == "fp8" else 0)
+        return accumulated + (cast * 2 if work.compute_bytes == 2 else 0)
     # Between microbatches gradients are not reduced, and stay whole.
     stay_whole = work.num_microbatches > 1 and work.options.accumulate == "unsharded"
     accumulated = held * 4 if stay_whole else 0
@@ -286,7 +289,7 @@ def rank_memory(
         is_away = work.offloads_activations and device != "cpu"  # a CPU has no other memory to move them to
         memory["activations"] = (activation_bytes_on_device if is_away else activation_bytes)(shape, work)
         memory["loss"] = loss_bytes(shape, work)
-        memory["communication"] = communication_bytes(shape, work, zero_stage, num_ranks)
+        memory["communication"] = communication_bytes(shape, work, zero_stage, num_ranks) + fp8_bytes(shape, work)
         if zero_stage == 2:  # FSDP keeps shards, too, and what is gathered of them counts as communication
             memory["parameters"] /= dp_size
     if device == "cpu" and work.copies_state:

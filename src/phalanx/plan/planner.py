@@ -16,6 +16,7 @@ from phalanx.plan.choose import choose
 from phalanx.plan.cluster import Cluster, detect_cluster
 from phalanx.plan.context import context_parallel_degree, load_balance
 from phalanx.plan.experts import expert_parallel_degree
+from phalanx.plan.fp8 import require_fp8
 from phalanx.plan.lossy import lossy_choices, require_whole_copies
 from phalanx.plan.pipeline.asked import asked_schedule
 from phalanx.plan.pipeline.stages import sized_pipeline
@@ -57,6 +58,7 @@ def make_plan(
     asked = asked_schedule(job)
     micro, num_microbatches = split_batch(job, ranks // job.parallel.model_parallel_size, asked)
     work = work_of(job, shape, micro_batch_size=micro, num_microbatches=num_microbatches, tp=tp, cp=cp, ep=ep)
+    require_fp8(work, cluster.device, is_known=shape.is_known)
     reasons = [why]
     pipeline = None
     if asked is not None:

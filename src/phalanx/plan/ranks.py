@@ -128,7 +128,7 @@ def tensor_parallel_degree(job: Job, shape: ModelShape) -> int:
             fix="leave parallel.sequence_parallel out",
         )
     rules = check_rules(job.parallel.rules, shape, tp)
-    if job.parallel.rules and not shape.kv_rank:
+    if job.parallel.rules:
         require_fitting(rules, shape, tp, cuts_sequence=cuts_sequence(job, shape))
     return tp
 

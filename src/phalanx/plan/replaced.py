@@ -9,7 +9,7 @@ from phalanx.job.shape import Holder, ModelShape
 from phalanx.job.tensors import holders_of
 from phalanx.plan.rules import CUTS, Rule, Span, parse_rules, rule_of, rules_of
 
-TOGETHER = {"attention": ("q", "k", "v", "o"), "ffn": ("gate", "up", "down")}
+TOGETHER = {"attention": ("q", "q_up", "k", "v", "kv_up", "o"), "ffn": ("gate", "up", "down")}
 
 
 def require_fitting(rules: Sequence[Rule], shape: ModelShape, tp: int, *, cuts_sequence: bool) -> None:
@@ -21,6 +21,9 @@ def require_fitting(rules: Sequence[Rule], shape: ModelShape, tp: int, *, cuts_s
             found = [holders[name] for name in (f"{region}.{m}" for m in members) if name in holders]
             if found:
                 _require_one_cut(rules, region, found, shape, tp, cuts_sequence=cuts_sequence)
+                is_cut = any(_cut_by(rule_of(rules, holder.name), holder, tp) for holder in found)
+                others = [name for name in holders if name.startswith(f"{region}.") and holders[name] not in found]
+                _require_summed(rules, region, others, is_cut=is_cut)
     if shape.reads_images:
         _require_whole_classes(rule_of(rules, "head"))
     else:
@@ -48,6 +51,18 @@ def _require_one_cut(
         rule = rule_of(rules, wrong)
         where = _where(rule) if rule is not None else None
         raise LayoutError(f"{wrong} would not be cut as what it works with is", where=where, fix=fix)
+
+
+def _require_summed(rules: Sequence[Rule], region: str, others: Sequence[str], *, is_cut: bool) -> None:
+    """What is whole among what is cut (norms of heads, latents) sees a part on each rank; among what is whole, all."""
+    for name in others:
+        rule = rule_of(rules, name)
+        if rule is None or (rule.kind == "partial") == is_cut:
+            continue
+        what = f"{name} sees {'a part' if is_cut else 'all'} of {region} on each rank, and its gradient is"
+        what += f" {'not added up' if is_cut else 'added up'}"
+        fix = f"leave its rule to the model, or give all of {region}, and this, replicate"
+        raise LayoutError(what, where=_where(rule), fix="partial" if is_cut else fix)
 
 
 def _own_cuts(shape: ModelShape, found: Sequence[Holder], tp: int) -> dict[str, Cuts]:

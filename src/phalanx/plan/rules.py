@@ -217,13 +217,9 @@ def rule_of(rules: Iterable[Rule], name: str) -> Rule | None:
 
 def rules_of(shape: ModelShape) -> dict[str, str]:
     """The rules of a built-in model."""
-    heads, keys = shape.num_heads, f"{shape.num_kv_heads}/{shape.num_heads}"
     rules = {
         "blocks.*.attention": "region",
-        "blocks.*.attention.q": f"column heads={heads}",
-        "blocks.*.attention.k": f"column heads={keys}",
-        "blocks.*.attention.v": f"column heads={keys}",
-        "blocks.*.attention.o": f"row heads={heads}",
+        **(_latent_attention_rules if shape.kv_rank else _attention_rules)(shape),
     }
     gates = ("up", "gate") if shape.is_gated else ("up",)
     if shape.num_expert_layers < shape.num_layers:
@@ -234,8 +230,6 @@ def rules_of(shape: ModelShape) -> dict[str, str]:
         for part in ("experts", "shared") if shape.num_shared_experts else ("experts",):
             rules[f"blocks.*.moe.{part}.down"] = "row unsummed"
             rules |= {f"blocks.*.moe.{part}.{name}": "column" for name in gates}
-    if shape.qk_norm:
-        rules |= {"blocks.*.attention.q_norm": "partial", "blocks.*.attention.k_norm": "partial"}
     if shape.reads_images:
         return rules
     rules["embed"] = "vocab"
@@ -244,3 +238,30 @@ def rules_of(shape: ModelShape) -> dict[str, str]:
     if not shape.tie_embeddings:
         rules["head"] = "vocab"
     return rules
+
+
+def _attention_rules(shape: ModelShape) -> dict[str, str]:
+    heads, keys = shape.num_heads, f"{shape.num_kv_heads}/{shape.num_heads}"
+    rules = {
+        "blocks.*.attention.q": f"column heads={heads}",
+        "blocks.*.attention.k": f"column heads={keys}",
+        "blocks.*.attention.v": f"column heads={keys}",
+        "blocks.*.attention.o": f"row heads={heads}",
+    }
+    if shape.qk_norm:
+        rules |= {"blocks.*.attention.q_norm": "partial", "blocks.*.attention.k_norm": "partial"}
+    return rules
+
+
+def _latent_attention_rules(shape: ModelShape) -> dict[str, str]:
+    """Every rank makes whole latents, and what its heads owe to them is a part of their gradient."""
+    heads = shape.num_heads
+    latents = ("q_down", "q_norm") if shape.query_rank else ()
+    return {
+        **{f"blocks.*.attention.{name}": "partial" for name in latents},
+        f"blocks.*.attention.{'q_up' if shape.query_rank else 'q'}": f"column heads={heads}",
+        "blocks.*.attention.kv_down": "partial",
+        "blocks.*.attention.kv_norm": "partial",
+        "blocks.*.attention.kv_up": f"column heads={heads}",
+        "blocks.*.attention.o": f"row heads={heads}",
+    }

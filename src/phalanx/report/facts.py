@@ -13,6 +13,7 @@ from phalanx.core.units import format_bytes
 from phalanx.observe import events
 from phalanx.observe.events import Envelope
 from phalanx.observe.units import Units
+from phalanx.report.experts import ExpertFacts
 
 # What the page charges seconds to: the phases of `phalanx.core.phases`, the rare ones taken together.
 GROUPS = (
@@ -145,6 +146,8 @@ class RunFacts:
     samples: list[events.TextGenerated]
     pipelines: list[events.PipelineMeasured]
     """By step; empty without a pipeline, or before one was measured."""
+    experts: ExpertFacts
+    """Empty for a model without experts."""
     story: list[Envelope]
     ledger: Ledger
     wall_s: float

@@ -24,7 +24,7 @@ def tag(name: str, *children: Child, **attributes: str | int | float | bool | No
         if value is None or value is False:
             continue
         label = key.rstrip("_").replace("_", "-")
-        head += f" {label}" if value is True else f' {label}="{escape(str(value))}"'
+        head += f" {label}" if value is True else f' {label}="{escape(_clean(str(value)))}"'
     if name in VOID:
         return Html(f"<{head}>")
     return Html(f"<{head}>{join(children)}</{name}>")

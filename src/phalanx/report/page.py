@@ -7,6 +7,7 @@ from pathlib import Path
 
 from phalanx.core.files import resource_error, write_bytes_atomic
 from phalanx.report.curves import curves
+from phalanx.report.experts_section import experts_section, has_experts
 from phalanx.report.facts import RunFacts
 from phalanx.report.head import header
 from phalanx.report.markup import Html, join, tag
@@ -23,6 +24,7 @@ _NAVIGATION = (
     ("training", "Training"),
     ("time", "Time"),
     ("pipeline", "Pipeline"),
+    ("experts", "Experts"),
     ("memory", "Memory"),
     ("plan", "Plan"),
     ("events", "Checkpoints, faults, restarts"),
@@ -71,14 +73,15 @@ def render(facts: RunFacts) -> str:
 
 def _main(facts: RunFacts) -> Html:
     sections = (
-        curves, time_section, pipeline_section, memory_section, plan_section, story_section, text_section, job_section,
-        files_section,
+        curves, time_section, pipeline_section, experts_section, memory_section, plan_section, story_section,
+        text_section, job_section, files_section,
     )  # fmt: skip
     return tag("main", join(section(facts) for section in sections), id="main")
 
 
 def _navigation(facts: RunFacts) -> Html:
-    sections = [(name, text) for name, text in _NAVIGATION if name != "pipeline" or has_pipeline(facts)]
+    left_out = {name for name, has in (("pipeline", has_pipeline), ("experts", has_experts)) if not has(facts)}
+    sections = [(name, text) for name, text in _NAVIGATION if name not in left_out]
     links = [tag("a", text, href=f"#{name}") for name, text in sections]
     return tag("nav", links, aria_label="Sections")
 

@@ -20,6 +20,7 @@ from phalanx.observe import events
 from phalanx.observe.events import Envelope, StepFinished
 from phalanx.observe.tail import RANK_FILE, SUPERVISOR_FILE, read_event
 from phalanx.observe.units import units_of
+from phalanx.report.experts import ExpertLog
 from phalanx.report.facts import GROUPS, Attempt, Ledger, RankTime, RunFacts, Steps, group_of, untrained
 
 NAN = math.nan
@@ -70,6 +71,7 @@ def reduce_run(run_dir: Path) -> RunFacts:
         pipelines=sorted(
             {event.step: event for event in _of_kind(story, events.PipelineMeasured)}.values(), key=_by_step
         ),
+        experts=log.experts.facts(history.attempt_of.get),
         story=story,
         ledger=ledger,
         wall_s=_wall_s(story, ledger),
@@ -106,6 +108,7 @@ class _Log:
     lead_steps: dict[int, Steps] = field(default_factory=dict)  # by attempt
     clocks: dict[int, _Clock] = field(default_factory=dict)
     memory: dict[int, events.MemoryMeasured] = field(default_factory=dict)
+    experts: ExpertLog = field(default_factory=ExpertLog)
     rest: list[Envelope] = field(default_factory=list)
     num_events: int = 0
     num_unreadable: int = 0
@@ -124,6 +127,8 @@ class _Log:
                 _append(self.lead_steps.setdefault(envelope.attempt, Steps()), event, groups_s)
         elif isinstance(event, events.MemoryMeasured):
             self.memory[envelope.rank] = event
+        elif isinstance(event, events.ExpertsLoaded):
+            self.experts.take(envelope)
         elif not isinstance(event, events.SamplesRead):  # one per step and rank: the ledger's, not the page's
             self.rest.append(envelope)
 

@@ -44,6 +44,7 @@ def run_json(facts: RunFacts) -> dict[str, Any]:
         "device": facts.device or None,
         "memory": [_memory(rank, facts.memory[rank]) for rank in sorted(facts.memory)],
         "pipeline": _pipeline(facts),
+        "experts": _experts(facts),
         "checkpoints": _checkpoints(facts),
         "warnings": list(facts.warnings),
         "report": _report(facts),
@@ -98,6 +99,16 @@ def _pipeline(facts: RunFacts) -> dict[str, Any] | None:
         "bubble_planned": _number(last.bubble_planned),
         "in_flight": last.in_flight,
     }
+
+
+def _experts(facts: RunFacts) -> dict[str, Any] | None:
+    """The last step in which experts were counted: of the worst layer the busiest expert over the mean, and the share
+    of all choices that was dropped, 0 to 1."""
+    experts = facts.experts
+    if not experts.has_any:
+        return None
+    worst = max(max(tokens) * len(tokens) / sum(tokens) for tokens in experts.tokens.values() if sum(tokens) > 0)
+    return {"step": experts.step, "max_over_mean": worst, "dropped_share": experts.newest_dropped_share}
 
 
 def _memory(rank: int, event: events.MemoryMeasured) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from phalanx.train.evaluation import (
     read_record,
 )
 from phalanx.train.evaluator import Evaluator
+from phalanx.train.experts_record import experts_loaded, is_logged
 from phalanx.train.pipeline_record import record_pipeline, speaks_for_stage
 from phalanx.train.randomness import seed_generators
 from phalanx.train.saves import Saves
@@ -234,6 +235,8 @@ class Trainer:
         if skipped is not None and self.mesh.rank == 0:
             batch = self.job.train.global_batch_size
             self.bus.emit(StepSkipped(step, skipped, facts.grad_norm, self.state.samples_seen - batch, batch))
+        if is_logged(step, self.job) and self.state.model.expert_load and speaks_for_stage(self.mesh):
+            self.bus.emit(experts_loaded(step, self.state.model.expert_load))
         self.bus.emit(
             StepFinished(
                 step=step,

@@ -76,6 +76,9 @@ def shrunk(job: Job, *, num_blocks: int = 2) -> tuple[Job, str]:
         "dim": 32,
         "ffn_dim": 90,  # no multiple of four: uneven on four ranks and more
     }
+    if shape.kv_rank:
+        ranks = {"kv_rank": 10, "query_rank": 14 if shape.query_rank else 0, "rope_head_dim": 4, "value_head_dim": 6}
+        small = {key: value for key, value in small.items() if key != "num_kv_heads"} | ranks
     if shape.vocab_size:
         small["vocab_size"] = min(shape.vocab_size, SMALL_VOCAB)
     if shape.sliding_window:

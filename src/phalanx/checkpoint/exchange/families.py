@@ -17,8 +17,6 @@ PLACES = {"layer": r"(?P<layer>\d+)", "expert": r"(?P<expert>\d+)", "part": r"(?
 
 OTHERS = {  # what phalanx's models do not compute, of families that are alike
     "qwen2_moe": "its shared expert has a gate, and phalanx's none",
-    "deepseek_v2": "its attention is latent, and phalanx's models have none of it yet",
-    "deepseek_v3": "its attention is latent, and phalanx's models have none of it yet",
     "gpt_oss": "its experts have biases, and phalanx's none",
     "olmoe": "it normalizes queries and keys over all heads, and phalanx head by head",
 }
@@ -54,6 +52,7 @@ class Family:
     """What a file of names says. `always` are keys of ModelShape, `required`, `written` and `defaults` keys of theirs.
 
     `also`: other names that config.json may have for a key of theirs. `note`: what to tell whoever exports one.
+    `nullable`: those whose null is a value.
     """
 
     model_type: str
@@ -74,6 +73,8 @@ class Family:
     ignored: tuple[str, ...] = ()
     note: str = ""
     heads_divide_dim: bool = False
+    latent: bool = False
+    nullable: tuple[str, ...] = ()
 
     def stacks(self, name: str, shape: tuple[int, ...]) -> bool:
         """True if their tensor `name` holds one matrix of each expert: it is read element by element."""
@@ -95,7 +96,7 @@ class Family:
 
 def list_families() -> list[Family]:
     """All of them; what a more special one can say, an earlier one says more simply."""
-    order = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3", "gpt2", "mixtral", "qwen3_moe")
+    order = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3")
     names = sorted(_texts(), key=lambda name: (order.index(name) if name in order else len(order), name))
     return [_family(name) for name in names]
 
@@ -129,7 +130,7 @@ def _family(name: str) -> Family:
     for theirs, ours in table.pop("tensors").items():
         told: dict[str, Any] = {"ours": [ours]} if isinstance(ours, str) else ours
         rules.append(NameRule(theirs, tuple(told["ours"]), told.get("transposed", False), told.get("ones", 0)))
-    lists: dict[str, Any] = {key: tuple(table.pop(key)) for key in ("biases", "ignored") if key in table}
+    lists: dict[str, Any] = {key: tuple(table.pop(key)) for key in ("biases", "ignored", "nullable") if key in table}
     maps: dict[str, Any] = {
         key: table.pop(key, {}) for key in ("widths", "always", "required", "written", "defaults", "also")
     }

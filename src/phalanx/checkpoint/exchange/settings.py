@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from phalanx.checkpoint.exchange.families import Family, family_of, list_families
+from phalanx.checkpoint.exchange.latent import latent_config, latent_values, yarn_mscale
 from phalanx.core.errors import LayoutError
 from phalanx.job.shape import ModelShape
 
@@ -41,7 +42,8 @@ def shape_of_config(config: Config) -> ModelShape:
 
 def _shape(family: Family, config: Config) -> ModelShape:
     told = {family.also.get(key, key): value for key, value in config.items() if value is not None}
-    config = {**family.defaults, **told}
+    nulls = {key: None for key in family.nullable if key in config and config[key] is None}
+    config = {**family.defaults, **told, **nulls}
     for key, wanted in family.required.items():
         if config.get(key, wanted) != wanted:
             raise _other(key, config[key], f"phalanx computes it with {wanted}")
@@ -50,6 +52,8 @@ def _shape(family: Family, config: Config) -> ModelShape:
     if config.get("quantization_config"):
         raise LayoutError("the weights are quantized", fix="import the directory that they were made of")
     _require_numbers(values)
+    if family.latent:
+        values |= latent_values(config)
     values.setdefault("kind", "decoder")
     if values["kind"] == "vit":
         values |= {"vocab_size": 0, "tie_embeddings": False}
@@ -140,10 +144,10 @@ def _rope(family: Family, config: Config, has_window: bool) -> dict[str, Any]:
     """Positions, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
     told = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if family.rope == "one":
-        return _one_rope(told, config, float(config["rope_theta"]))
+        return _one_rope(family, told, config, float(config["rope_theta"]))
     by_type = told if {SLIDING, FULL} & set(told) else {FULL: told}
-    values = _one_rope(by_type.get(FULL) or {}, config, float(config["rope_theta"]))
-    local = _one_rope(by_type.get(SLIDING) or {}, config, float(config["rope_local_base_freq"]))
+    values = _one_rope(family, by_type.get(FULL) or {}, config, float(config["rope_theta"]))
+    local = _one_rope(family, by_type.get(SLIDING) or {}, config, float(config["rope_local_base_freq"]))
     if not has_window or local == values:
         return values
     if local["rope_scaling"] != "none":
@@ -151,7 +155,7 @@ def _rope(family: Family, config: Config, has_window: bool) -> dict[str, Any]:
     return values | {"local_rope_theta": local["rope_theta"]}
 
 
-def _one_rope(told: Config, config: Config, theta: float) -> dict[str, Any]:
+def _one_rope(family: Family, told: Config, config: Config, theta: float) -> dict[str, Any]:
     kind = told.get("rope_type") or told.get("type") or "default"
     if float(told.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
         raise _other("partial_rotary_factor", told.get("partial_rotary_factor"), "phalanx rotates whole heads")
@@ -161,6 +165,9 @@ def _one_rope(told: Config, config: Config, theta: float) -> dict[str, Any]:
     if kind not in ("linear", "llama3", "yarn"):
         raise _other("rope_type", kind, "phalanx has default, linear, llama3 and yarn")
     values |= {"rope_scaling": kind, "rope_factor": float(told["factor"])}
+    if family.latent and kind == "yarn":
+        values["rope_mscale"] = yarn_mscale(told)
+        told = {key: value for key, value in told.items() if key not in ("mscale", "mscale_all_dim")}
     if kind == "linear":
         return values
     for key, wanted in (LLAMA3 if kind == "llama3" else YARN).items():
@@ -178,12 +185,14 @@ def canonical(shape: ModelShape) -> ModelShape:
     changes: dict[str, Any] = {}
     blank = ModelShape(0, 0, 0, 0, 0, 0, 0, False)
     if shape.rope_scaling == "ntk":  # another base, and nothing else
-        theta = shape.rope_theta * shape.rope_factor ** (shape.head_dim / (shape.head_dim - 2))
+        theta = shape.rope_theta * shape.rope_factor ** (shape.rotated_dim / (shape.rotated_dim - 2))
         changes |= {"rope_scaling": "none", "rope_theta": theta}
     if changes.get("rope_scaling", shape.rope_scaling) == "none":
         changes["rope_factor"] = blank.rope_factor
     if shape.rope_scaling not in ("llama3", "yarn"):
         changes["rope_original_len"] = 0
+    if shape.rope_scaling != "yarn":
+        changes["rope_mscale"] = blank.rope_mscale
     if shape.positions != "rope" or shape.reads_images:
         changes |= {"rope_theta": blank.rope_theta, "rope_scaling": "none", "rope_factor": 1.0, "rope_original_len": 0}
     if not shape.num_local_layers:
@@ -252,6 +261,8 @@ def _config(family: Family, shape: ModelShape, max_positions: int) -> dict[str, 
     config |= {theirs: getattr(shape, ours) for theirs, ours in family.widths.items()}
     config[family.activation] = _their_activation(shape.activation)
     config |= {**dict.fromkeys(family.biases, shape.bias == "all"), **family.required, **family.written}
+    if family.latent:
+        config |= latent_config(shape)
     if family.scores_by:
         config[family.scores_by] = shape.head_dim
     if shape.reads_images and "num_labels" in config:
@@ -279,6 +290,8 @@ def _their_rope(family: Family, shape: ModelShape) -> dict[str, Any]:
         scaling = {"rope_type": shape.rope_scaling, "factor": shape.rope_factor}
         scaling |= {"original_max_position_embeddings": shape.rope_original_len} if shape.rope_original_len else {}
         scaling |= LLAMA3 if shape.rope_scaling == "llama3" else {}
+        if family.latent and shape.rope_scaling == "yarn":
+            scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), shape.rope_mscale)
     is_scaled = shape.rope_scaling != "none"
     if family.rope == "one":
         return {"rope_theta": shape.rope_theta, "rope_scaling": scaling if is_scaled else None}

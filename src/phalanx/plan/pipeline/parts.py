@@ -99,8 +99,8 @@ def _is_part(name: str, patterns: Collection[str]) -> bool:
 
 def require_modules(job: Job, shape: ModelShape) -> None:
     """Raises LayoutError for names in first_stage or last_stage that there are not, or that are in a block."""
-    if shape.measured is None and shape.kv_rank:
-        return  # not built yet: nobody knows its modules by name
+    if not (job.parallel.first_stage or job.parallel.last_stage):
+        return
     of = shape.measured
     known = [name for name in (of.names if of is not None else module_names(shape)) if name]
     holders = {holder.name for holder in (of.holders if of is not None else holders_of(shape).values())}

@@ -1,0 +1,45 @@
+"""What DeepSeek's config.json says of latent attention in words that no other family has. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from phalanx.core.errors import LayoutError
+from phalanx.job.shape import ModelShape
+
+
+def latent_values(config: Mapping[str, Any]) -> dict[str, int]:
+    """Keys of ModelShape that config.json says in other words. Raises LayoutError for blocks with experts."""
+    dense, layers = int(config["first_k_dense_replace"]), int(config["num_hidden_layers"])
+    if dense < layers:
+        raise LayoutError(
+            f"config.json says that {layers - dense} of {layers} blocks have experts",
+            why="phalanx reads the dense blocks of DeepSeek's models alone",
+        )
+    head_dim = int(config["qk_nope_head_dim"]) + int(config["qk_rope_head_dim"])
+    # null is a value here: queries are projected at once
+    return {"query_rank": int(config["q_lora_rank"] or 0), "head_dim": head_dim}
+
+
+def latent_config(shape: ModelShape) -> dict[str, Any]:
+    """The keys that `latent_values` reads, and how many heads have keys of their own: all."""
+    plain = shape.head_dim - shape.rope_head_dim
+    return {
+        "q_lora_rank": shape.query_rank or None,
+        "qk_nope_head_dim": plain,
+        "num_key_value_heads": shape.num_heads,
+        "first_k_dense_replace": shape.num_layers,
+    }
+
+
+def yarn_mscale(told: Mapping[str, Any]) -> float:
+    """The share of YaRN's temperature, which is on whole queries and keys. Raises LayoutError for another place."""
+    found = told.get("mscale"), told.get("mscale_all_dim")
+    if not found[0] or found[0] != found[1]:
+        raise LayoutError(
+            f"config.json says mscale = {found[0]!r} and mscale_all_dim = {found[1]!r}, which phalanx's models do not "
+            "compute",
+            why="with latent attention YaRN's temperature is on whole queries and keys: both are given and equal",
+        )
+    return float(found[0])

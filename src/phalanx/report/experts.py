@@ -1,0 +1,86 @@
+"""What a run's experts were given: reduced from events as they are read, with few numbers for each step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from phalanx.observe.events import Envelope, ExpertsLoaded
+
+
+@dataclass
+class _Step:
+    """Of one step, over the layers of all ranks that told theirs."""
+
+    worst: float = 0.0
+    num_chosen: float = 0.0
+    num_dropped: float = 0.0
+
+    def add(self, event: ExpertsLoaded) -> None:
+        self.worst = max(self.worst, event.worst[1])
+        self.num_chosen += sum(map(sum, event.tokens_by_expert.values()))
+        self.num_dropped += sum(event.dropped.values())
+
+
+@dataclass(frozen=True)
+class ExpertFacts:
+    """`worst`: tokens of the busiest expert of any layer over the mean of its layer, by step; `dropped_share`: of all
+    choices, 0 to 1. `tokens` and `dropped`: of each layer in the newest step, `step`, in the order of the model."""
+
+    steps: list[int] = field(default_factory=list)
+    worst: list[float] = field(default_factory=list)
+    dropped_share: list[float] = field(default_factory=list)
+    step: int = 0
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    dropped: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def has_any(self) -> bool:
+        return any(sum(tokens) > 0 for tokens in self.tokens.values())
+
+    @property
+    def newest_dropped_share(self) -> float:
+        """Of the choices of `step`, 0 to 1."""
+        chosen = sum(map(sum, self.tokens.values()))
+        return sum(self.dropped.values()) / chosen if chosen > 0 else 0.0
+
+
+@dataclass
+class ExpertLog:
+    """Takes events in any order. Of layers it keeps those of the newest step alone."""
+
+    _steps: dict[tuple[int, int], _Step] = field(default_factory=dict)  # by attempt and step
+    _newest: tuple[int, int] = (-1, -1)
+    _tokens: dict[str, list[int]] = field(default_factory=dict)
+    _dropped: dict[str, int] = field(default_factory=dict)
+
+    def take(self, envelope: Envelope) -> None:
+        event = envelope.event
+        assert isinstance(event, ExpertsLoaded)
+        at = (envelope.attempt, int(event.step))
+        self._steps.setdefault(at, _Step()).add(event)
+        if at > self._newest:
+            self._newest, self._tokens, self._dropped = at, {}, {}
+        if at == self._newest:
+            self._tokens |= event.tokens_by_expert
+            self._dropped |= event.dropped
+
+    def facts(self, attempt_of: Callable[[int, int], int]) -> ExpertFacts:
+        """`attempt_of(step, default)`: the attempt whose result of a step stands."""
+        kept = sorted((step, of) for (attempt, step), of in self._steps.items() if attempt_of(step, attempt) == attempt)
+        return ExpertFacts(
+            steps=[step for step, _ in kept],
+            worst=[of.worst or math.nan for _, of in kept],
+            dropped_share=[of.num_dropped / of.num_chosen if of.num_chosen > 0 else math.nan for _, of in kept],
+            step=self._newest[1],
+            tokens=dict(sorted(self._tokens.items(), key=lambda item: _in_order(item[0]))),
+            dropped=self._dropped,
+        )
+
+
+def _in_order(name: str) -> tuple[tuple[int, int, str], ...]:
+    """ "blocks.10.moe" comes after "blocks.2.moe"."""
+    return tuple(
+        (1, int(part), "") if part.isdecimal() and len(part) < 10 else (0, 0, part) for part in name.split(".")
+    )

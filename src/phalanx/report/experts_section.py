@@ -1,0 +1,175 @@
+"""The experts of a run: who got how many tokens in the last step that was logged, and how even that was before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from phalanx.report import words
+from phalanx.report.charts import LineChart, Reference, Series, legend, line_chart
+from phalanx.report.curves import restarts, x_range
+from phalanx.report.experts import ExpertFacts
+from phalanx.report.facts import RunFacts
+from phalanx.report.markup import Html, table, tag
+
+MAX_LAYERS, MAX_EXPERTS = 160, 1024
+FEW_COLUMNS = 64  # cells are drawn apart
+ROW_PX, FEW_PX = 16, 26  # height of a layer's row, and where there are few layers
+
+# By share of the even load, from none to far too much; below even is blue, above is orange, about even is pale.
+LEVELS = (
+    (0.0, "nothing"),
+    (0.25, "up to 1/4"),
+    (0.5, "to 1/2"),
+    (0.8, "to 0.8"),
+    (1.25, "about even"),
+    (2.0, "to 2 times"),
+    (4.0, "to 4 times"),
+    (math.inf, "more"),
+)
+
+
+def has_experts(facts: RunFacts) -> bool:
+    return facts.experts.has_any
+
+
+def experts_section(facts: RunFacts) -> Html | None:
+    """None for a run without experts, or before any were counted."""
+    if not has_experts(facts):
+        return None
+    experts = facts.experts
+    drops = any(share > 0 for share in experts.dropped_share)
+    charts = [_worst_chart(facts, alone=not drops), *([_dropped_chart(facts)] if drops else [])]
+    return tag(
+        "section",
+        tag("h2", "Experts"),
+        tag("p", _verdict(experts)),
+        heat_map(experts),
+        tag("div", charts, class_="pair") if len(charts) > 1 else charts,
+        id="experts",
+    )
+
+
+def _verdict(experts: ExpertFacts) -> str:
+    over = {name: _over_mean(tokens) for name, tokens in experts.tokens.items()}
+    name = max(over, key=lambda layer: over[layer])
+    busiest = experts.tokens[name].index(max(experts.tokens[name]))
+    idle = sum(tokens.count(0) for tokens in experts.tokens.values())
+    said = f"At step {experts.step:,} the busiest is expert {busiest} of {name}, with {over[name]:.2f} times the mean."
+    if idle:
+        said += f" {words.plural(idle, 'expert')} got nothing."
+    share = experts.newest_dropped_share
+    if share > 0:
+        said += f" {100 * share:.2g} % of the choices were dropped: their experts were full."
+    return said.replace(" %", "\u00a0%")
+
+
+def heat_map(experts: ExpertFacts) -> Html:
+    """A row for each layer, a column for each expert, coloured by its share of the even load."""
+    layers = list(experts.tokens.items())[:MAX_LAYERS]
+    columns = min(max(len(tokens) for _, tokens in layers), MAX_EXPERTS)
+    height = ROW_PX if len(layers) > 12 else FEW_PX
+    rows = [_row(name, tokens[:columns], experts.dropped.get(name, 0), columns, height) for name, tokens in layers]
+    step = next(size for size in (1, 2, 4, 8, 16, 32, 64, 128) if columns / size <= 16)
+    ticks = [
+        tag("span", str(number), style=f"left:{100 * (number + 0.5) / columns:.3f}%")
+        for number in range(0, columns, step)
+    ]
+    axis = [tag("span"), tag("div", ticks, class_="heataxis"), tag("span", "max / mean", class_="heatend")]
+    names = [name for _, name in LEVELS]
+    note = "Colour: tokens of an expert over the mean of its layer, in one step over all ranks. Across: the experts."
+    if len(experts.tokens) > len(layers) or any(len(tokens) > columns for tokens in experts.tokens.values()):
+        note += f" The first {len(layers)} layers and {columns} experts are shown."
+    classes = {name: f"h{level}" for level, name in enumerate(names)}
+    return tag(
+        "figure",
+        tag("figcaption", tag("h3", f"Load of each expert, step {experts.step:,}"), legend(names, classes)),
+        tag("div", rows, axis, class_="heat"),
+        tag("p", note, class_="note"),
+        tag("details", tag("summary", "Data table"), _table(layers, experts)),
+        class_="chart",
+    )
+
+
+def level_of(tokens: float, mean: float) -> int:
+    """The number of the first of `LEVELS` that holds it."""
+    share = tokens / mean if mean > 0 else 0.0
+    return next(level for level, (most, _) in enumerate(LEVELS) if share <= most)
+
+
+def _row(name: str, tokens: Sequence[int], dropped: int, columns: int, height: int) -> list[Html]:
+    """Its name, its cells (one path for each colour; of many, neighbours that share it are one), and its worst."""
+    mean = sum(tokens) / len(tokens) if tokens else 0.0
+    paths: dict[int, str] = {}
+    levels = [level_of(count, mean) for count in tokens]
+    begin, is_few = 0, columns <= FEW_COLUMNS
+    for end in range(1, len(levels) + 1):
+        if end == len(levels) or levels[end] != levels[begin] or is_few:
+            paths[levels[begin]] = paths.get(levels[begin], "") + f"M{begin} 0h{end - begin}v1h{begin - end}z"
+            begin = end
+    over = _over_mean(tokens)
+    label = f"{name}: the busiest of {len(tokens)} experts has {over:.2f} times the mean"
+    svg = tag(
+        "svg",
+        [tag("path", d=d, class_=f"h{level}") for level, d in sorted(paths.items())],
+        viewBox=f"0 0 {columns} 1",
+        preserveAspectRatio="none",
+        role="img",
+        aria_label=label,
+        style=f"height:{height}px",
+        class_="few" if is_few else None,
+    )
+    end_text = f"{over:.2f}" + (f", {words.count(dropped)} dropped" if dropped else "")
+    return [tag("span", name, class_="heatname"), svg, tag("span", end_text, class_="heatend")]
+
+
+def _over_mean(tokens: Sequence[int]) -> float:
+    return max(tokens) * len(tokens) / sum(tokens) if sum(tokens) > 0 else 0.0
+
+
+def _table(layers: Sequence[tuple[str, Sequence[int]]], experts: ExpertFacts) -> Html:
+    rows = [
+        [
+            name,
+            f"{sum(tokens):,}",
+            f"{max(tokens):,} (expert {tokens.index(max(tokens))})",
+            f"{min(tokens):,} (expert {tokens.index(min(tokens))})",
+            f"{_over_mean(tokens):.2f}",
+            str(tokens.count(0)),
+            f"{experts.dropped.get(name, 0):,}",
+        ]
+        for name, tokens in layers
+        if tokens
+    ]
+    head = ["layer", "choices", "most", "fewest", "max / mean", "got nothing", "dropped"]
+    return table(head, rows, css_class="num")
+
+
+def _worst_chart(facts: RunFacts, *, alone: bool) -> Html:
+    experts = facts.experts
+    chart = LineChart(
+        title="Busiest expert against the mean of its layer",
+        y_label="times the mean, of the worst layer",
+        unit="times",
+        series=[Series("max / mean", experts.steps, experts.worst)],
+        references=[Reference("even", 1.0, "even")] if alone else [],
+        may_be_log=True,
+        marks=restarts(facts),
+        x_range=x_range(facts),
+        note="Counted at the first step, at each that is logged (observe.log_every) and at the last.",
+    )
+    return line_chart(chart)
+
+
+def _dropped_chart(facts: RunFacts) -> Html:
+    experts = facts.experts
+    chart = LineChart(
+        title="Choices that were dropped",
+        y_label="% of all choices of the step",
+        unit="%",
+        series=[Series("dropped", experts.steps, [100 * share for share in experts.dropped_share])],
+        marks=restarts(facts),
+        zero=True,
+        x_range=x_range(facts),
+    )
+    return line_chart(chart)

@@ -1,0 +1,175 @@
+"""Plans of models with experts: what parallel.ep holds, gathers and sends, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from models import CPU
+from phalanx.core.errors import JobError, LayoutError
+from phalanx.job.counts import experts_params
+from phalanx.job.load import load_job
+from phalanx.job.schema import Job
+from phalanx.plan.cluster import Cluster
+from phalanx.plan.describe import describe
+from phalanx.plan.experts import sent_bytes_of_step
+from phalanx.plan.layout import Layout
+from phalanx.plan.memory import Workload, exchanged_bytes, held_params
+from phalanx.plan.plan import Plan
+from phalanx.plan.planner import make_plan
+
+GIB = 2**30
+MIXTRAL = {"preset": "mixtral-8x7b"}
+GPUS = Cluster("cuda", 64, 80 * GIB)
+SMALL = {"preset": "small-mixtral"}
+
+
+def plan(model: dict[str, Any] = SMALL, cluster: Cluster = CPU, **sections: dict[str, Any]) -> Plan:
+    return make_plan(Job.model_validate({"model": model, **sections}), cluster=cluster, vocab_size=256)
+
+
+def mixtral(gpus: int = 64, **parallel: Any) -> Plan:
+    sections: dict[str, Any] = {"data": {"seq_len": 4096}, "precision": {"compute": "bf16"}}
+    sections["train"] = {"global_batch_size": gpus, "recompute": "full"}
+    return plan(MIXTRAL, Cluster("cuda", gpus, 80 * GIB), parallel={"ranks": gpus, **parallel}, **sections)
+
+
+def test_experts_are_held_in_parts_and_the_rest_whole() -> None:
+    whole, spread = plan(parallel={"ranks": 4}), plan(parallel={"ranks": 4, "ep": 4})
+    assert spread.layout == Layout(dp_shard=4, ep=4)
+    assert (whole.chosen.name, spread.chosen.name) == ("ddp", "ddp")
+    elsewhere = 4 * 3 * 6 * 128 * 192  # of 4 layers 6 of 8 experts with 3 matrices each
+    for kind, size in (("parameters", 4), ("gradients", 4), ("optimizer", 8)):
+        saved = whole.chosen.predicted_bytes[kind] - spread.chosen.predicted_bytes[kind]
+        assert saved == size * elsewhere, kind
+    assert held_params(whole.model_shape, 4) == whole.num_params - elsewhere
+
+
+@pytest.mark.parametrize(
+    ("parallel", "name", "layout"),
+    [
+        ({"ranks": 8, "ep": 2}, "ddp", Layout(dp_replicate=4, dp_shard=2, ep=2)),
+        ({"ranks": 8, "ep": 4, "cp": 2}, "ddp", Layout(dp_replicate=2, dp_shard=2, cp=2, ep=4)),
+        ({"ranks": 8, "ep": 2, "cp": 4}, "ddp", Layout(dp_replicate=2, cp=4, ep=2)),
+        ({"ranks": 8, "ep": 4, "dp_shard": 8}, "zero3", Layout(dp_shard=8, ep=4)),
+        ({"ranks": 8, "ep": 2, "zero_stage": 2}, "zero2", Layout(dp_shard=8, ep=2)),
+        ({"ranks": 8, "ep": 2, "dp_shard": 2, "tp": 2}, "zero3", Layout(dp_replicate=2, dp_shard=2, tp=2, ep=2)),
+        ({"ranks": 8, "ep": 4, "pp": 2}, "ddp", Layout(pp=2, dp_shard=4, ep=4)),
+        ({"ep": 8}, "ddp", Layout(dp_shard=8, ep=8)),
+    ],
+)
+def test_ep_folds_over_dp_shard_and_cp(parallel: dict[str, Any], name: str, layout: Layout) -> None:
+    found = plan(parallel=parallel)
+    assert (found.chosen.name, found.layout) == (name, layout)
+    assert [c.name for c in found.alternatives] == ["ddp", "zero2", "zero3"]
+    assert Plan.from_json(found.to_json()) == found
+
+
+def test_shards_are_as_large_and_gathered_ones_smaller() -> None:
+    """Of ZeRO-3: experts are cut over ep, and the rest of the ranks; of a block only a rank's own are gathered."""
+    whole, spread = mixtral(zero_stage=3), mixtral(zero_stage=3, ep=8)
+    for kind in ("parameters", "gradients", "optimizer", "activations", "loss"):
+        assert whole.chosen.predicted_bytes[kind] == spread.chosen.predicted_bytes[kind]
+    shape = whole.model_shape
+    elsewhere, rest = experts_params(shape) * 7 // 8, shape.num_params - shape.blocks_params
+    gradients = 4 * (shape.block_params - rest)  # of the largest unit: it was a block, and is now the embedding
+    under_way = 2 * 4096 * 2 * 4096 * 2  # rows of both choices of a token, that leave and that come
+    saved = whole.chosen.predicted_bytes["communication"] - spread.chosen.predicted_bytes["communication"]
+    assert saved == elsewhere * 2 + gradients - under_way
+
+
+def test_mixtral_on_64_gpus_says_what_experts_take_and_send() -> None:
+    whole, spread = "\n".join(describe(mixtral())), "\n".join(describe(mixtral(ep=8)))
+    assert "zero3 (dp_shard=64)" in whole
+    assert "experts: each rank gathers all 8 of a block" in whole
+    assert "parallel.ep=8 would save" in whole
+    assert "zero2 (dp_shard=64 x ep=8)" in spread
+    assert "ep: each of 8 ranks has 1 of a block's 8 experts, split over 8 ranks" in spread
+    assert "7.0 GiB per rank and step where experts get equally many" in spread
+    assert "zero1 is left out: with ep, experts are reduced over other ranks than the rest" in spread
+
+
+def test_rows_are_sent_four_times_for_each_layer_and_microbatch() -> None:
+    shape = replace(plan().model_shape, num_dense_layers=1)
+    work = Workload(3, 64, "bf16", "none", 64, 5, ep=4)
+    rows = 3 * 64 * 2 * 3 // 4  # of 2 experts per token 3 of 4 lie on other ranks
+    assert sent_bytes_of_step(shape, work) == 4 * 3 * 5 * rows * 128 * 2
+    assert sent_bytes_of_step(shape, replace(work, ep=1)) == 0
+    assert exchanged_bytes(shape, work) == 2 * 3 * 64 * 2 * 128 * 2
+
+
+def test_stages_of_a_pipeline_hold_parts_of_their_experts() -> None:
+    whole, spread = plan(parallel={"ranks": 4, "pp": 2}), plan(parallel={"ranks": 4, "pp": 2, "ep": 2})
+    assert whole.pipeline is not None
+    assert spread.pipeline is not None
+    for before, after in zip(whole.pipeline.rank_memory, spread.pipeline.rank_memory, strict=True):
+        assert before["parameters"] - after["parameters"] == 2 * 4 * 4 * 3 * 128 * 192
+
+
+def test_what_does_not_fit_is_told_that_ep_would() -> None:
+    """Experts that are gathered whole are most of what a rank needs, and recompute is at its end."""
+    with pytest.raises(LayoutError, match=r"set parallel\.ep=\d: each rank then has \d of the experts"):
+        plan(
+            MIXTRAL | {"num_layers": 4},
+            Cluster("cuda", 64, 10 * GIB),
+            parallel={"ranks": 64},
+            data={"seq_len": 512},
+            train={"global_batch_size": 64, "recompute": "full"},
+            precision={"compute": "bf16"},
+        )
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"parallel": {"ranks": 4, "ep": 3}}, "parallel.ep 3 does not divide the 8 experts; nearest: 2 or 4"),
+        ({"parallel": {"ranks": 4, "ep": 8}}, "does not divide the 4 ranks that hold the same part .*nearest: 4"),
+        ({"parallel": {"ranks": 4, "ep": 4, "dp_shard": 2}}, "ep 4 does not divide dp_shard 2; nearest: 2"),
+        ({"parallel": {"ranks": 4, "ep": 4, "dp_replicate": 2}}, "divide dp_shard 2, what dp_replicate 2 leaves"),
+        (
+            {"parallel": {"ranks": 4, "ep": 2, "zero_stage": 1}},
+            "parallel.zero_stage: 1 is not for .*reduced over other",
+        ),
+        ({"parallel": {"ranks": 4, "ep": 2, "compress": "int8"}}, "parallel.compress: not with parallel.ep"),
+        ({"parallel": {"ranks": 4, "ep": 2}, "train": {"compile": True}}, "train.compile: not with parallel.ep"),
+        ({"parallel": {"ranks": 4, "ep": 2}, "model": {}}, "spreads experts over ranks, and the model has none"),
+    ],
+)
+def test_what_ep_cannot_do_is_refused_with_why(sections: dict[str, dict[str, Any]], words: str) -> None:
+    with pytest.raises(LayoutError, match=words):
+        plan(**{"model": SMALL, **sections})
+
+
+BASE = ("model.preset=small-mixtral", "train.global_batch_size=32")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ("parallel.ep=3", "parallel.ep: ep 3 does not divide the 8 experts; nearest: 2 or 4"),
+        ("model.preset=small parallel.ep=2", "parallel.ep: ep 2 spreads experts over ranks, and the model has none"),
+        ("model.preset=none model.kind=a.b:c parallel.ep=2", "parallel.ep: ep 2 spreads the experts of phalanx's own"),
+        ("parallel.ranks=8 parallel.tp=2 parallel.ep=8", "parallel.ep: ep 8 does not divide the 4 ranks that hold"),
+        ("parallel.dp_shard=2 parallel.ep=4", "parallel.ep: ep 4 does not divide dp_shard 2; nearest: 2"),
+        (
+            "parallel.dp_shard=2 parallel.cp=2 parallel.ep=8",
+            "parallel.ep: ep 8 does not divide dp_shard 2 x cp 2; near",
+        ),
+        ("parallel.ep=2 parallel.zero_stage=1", "parallel.zero_stage: 1 is not for parallel.ep: experts are reduced"),
+        ("parallel.ep=2 parallel.compress=int8", "parallel.compress: not with parallel.ep: experts are reduced over"),
+        ("parallel.ep=2 train.compile=true", "train.compile: not with parallel.ep"),
+    ],
+)
+def test_it_is_refused_at_the_door(overrides: str, line: str) -> None:
+    with pytest.raises(JobError) as caught:
+        load_job(None, (*BASE, *overrides.split()))
+    assert any(line in found for found in str(caught.value).split("\n")), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides", ["parallel.ep=8", "parallel.ep=1 model.preset=small", "parallel.cp=4 parallel.ep=4"]
+)
+def test_what_can_be_is_let_in(overrides: str) -> None:
+    assert load_job(None, (*BASE, *overrides.split())).parallel.ep
