@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -17,11 +19,13 @@ from typing import Any
 
 import psutil
 
+import warm
 from phalanx.checkpoint.manifest import list_checkpoints, read_manifest
 from phalanx.checkpoint.verify import verify_checkpoint
 from phalanx.observe.events import Envelope, Event, parse_line
 
-PHALANX = [sys.executable, "-m", "phalanx"]
+PHALANX = [sys.executable, warm.__file__]  # as the next, but ranks start in a moment
+COLD = [sys.executable, "-m", "phalanx"]  # as a user starts it
 DEADLINE_S = 120.0
 SLACK = 3.0  # the machine that runs the tests is busy
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -58,10 +62,19 @@ class Done:
         return lines[0]
 
 
+@functools.cache
+def nursery() -> warm.Nursery:
+    """The one of these tests, which has imported torch."""
+    found = warm.Nursery()
+    atexit.register(found.end)
+    return found
+
+
 def environment(**more: str | None) -> dict[str, str]:
     """Ours without what a launcher or an earlier test may have left; None removes a variable."""
     kept = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     kept.pop("PHALANX_ATTEMPT", None)
+    kept |= nursery().variables()
     for name, value in more.items():
         kept.pop(name, None)
         if value is not None:
@@ -201,6 +214,12 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
         for path in sorted(folder.rglob("*"))
         if not path.is_dir()
     }
+
+
+def descendants() -> list[psutil.Process]:
+    """Processes that live below this one or below the nursery."""
+    found = [child for pid in (os.getpid(), nursery().pid) for child in psutil.Process(pid).children(recursive=True)]
+    return [process for process in found if process.status() != psutil.STATUS_ZOMBIE]
 
 
 def survivors(run_dir: Path) -> list[str]:

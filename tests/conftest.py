@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `ranks` and other helpers beside the tests
+
+from commands import nursery
+from warm import popen
 
 torch.set_num_threads(1)
 # A shell that starts the tests in the background ignores Ctrl-C for them, and every command they start would, too.
@@ -19,3 +23,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def warm_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that are run inside this process start their ranks and probes from the nursery, too."""
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    for name, value in nursery().variables().items():
+        monkeypatch.setenv(name, value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
@@ -47,6 +48,7 @@ def _fork(rank: int, num_ranks: int, directory: Path, function: Callable[..., An
     if pid:
         return pid
     code = 1
+    gc.freeze()  # a collection would write to, and so copy, all that this process shares with its parent
     try:
         place = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": rank, "OMP_NUM_THREADS": 1}
         os.environ.update({name: str(value) for name, value in place.items()}, GLOO_SOCKET_IFNAME="lo")

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 from commands import (
@@ -22,6 +21,7 @@ from commands import (
     SLACK,
     TINY,
     Done,
+    descendants,
     environment,
     finish,
     loss_curve,
@@ -39,6 +39,8 @@ from phalanx.checkpoint.verify import verify_checkpoint
 from phalanx.cli import _app
 from phalanx.observe.events import CheckpointFailed, CheckpointSaved
 from phalanx.observe.tail import recorded
+
+pytestmark = pytest.mark.usefixtures("warm_starts")
 
 HERE = Path(__file__).parent
 
@@ -548,4 +550,4 @@ def test_a_full_disk_does_not_stop_training(home: Home) -> None:
 
 
 def test_no_process_is_left_by_any_of_this() -> None:
-    wait_until(lambda: not [p for p in psutil.Process().children(recursive=True) if p.status() != "zombie"])
+    wait_until(lambda: not descendants())

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_zoo import WIDTHS
+from hf_zoo import WIDTHS, write_config
 from phalanx.core.errors import PhalanxError
 from phalanx.core.phases import Phases
 from phalanx.mesh.linear import brought_rules
@@ -104,3 +104,24 @@ def test_rules_from_plans_of_every_architecture_compute_what_one_process_compute
     judged = {name: verdict for name, verdict in verdicts.items() if isinstance(verdict, float)}
     assert {name: verdict for name, verdict in judged.items() if not verdict < TOLERANCE} == {}
     assert len(judged) >= 50
+
+
+def loss_with_head_cut(rank: int, kind: str, rule: str) -> float | str:
+    torch.manual_seed(0)
+    module: Any = build(kind)
+    tokens = torch.randint(96, (2, 16))
+    group = TensorGroup(dist.group.WORLD.group_name, rank, 2, Phases())  # type: ignore[union-attr]
+    _Surgery(module, group, parse_rules(brought_rules(module) | {"lm_head": rule})).operate()
+    try:
+        return logits_cross_entropy(64)(module(tokens), {"targets": tokens})[0].item()
+    except PhalanxError as error:
+        return str(error)
+
+
+def test_a_head_that_the_objective_multiplies_by_is_cut_by_tokens_or_refused(tmp_path: Path) -> None:
+    kind = f"hf:{write_config(tmp_path, 'llama')}"
+    whole, by_tokens, otherwise = (
+        run_ranks(2, loss_with_head_cut, kind, rule) for rule in ("replicate", "vocab", "column gather")
+    )
+    assert whole == pytest.approx(by_tokens, rel=1e-5)
+    assert all("the head of LlamaForCausalLM is not cut by tokens" in said for said in otherwise)

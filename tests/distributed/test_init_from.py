@@ -18,6 +18,8 @@ from phalanx.checkpoint.manifest import list_checkpoints, read_manifest
 from phalanx.cli._app import run as phalanx
 from phalanx.observe.events import RunStarted, WeightsTaken
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 HERE = Path(__file__).parent
 KEYS = (*TINY, "optim.warmup_steps=0", "data.source=texts")
 NOTHING_MOVES = "optim.lr=1e-30"  # so that the weights after a step are those before it, to the last bit

@@ -146,10 +146,12 @@ def over_all_ranks(errors: list[dict[str, float]]) -> dict[str, float]:
     return {what: math.hypot(*(mine[what] for mine in errors)) for what in errors[0]}
 
 
-def compare_decoders(rank: int, num_ranks: int, layout: str, references: dict[Any, Trace]) -> dict[Any, Any]:
+def compare_decoders(
+    rank: int, num_ranks: int, layout: str, references: dict[Any, Trace], cases: list[Any]
+) -> dict[Any, Any]:
     errors = {}
     with open_mesh(plan(num_ranks, **LAYOUTS[num_ranks][layout]).layout, device="cpu") as mesh:
-        for case in CASES if num_ranks == 2 else HALF:
+        for case in cases:
             dtype, num_microbatches, recompute, tied = case
             a_plan = plan(num_ranks, num_microbatches, recompute=recompute, **LAYOUTS[num_ranks][layout])
             model = parallelize(decoder(tied=tied, dtype=dtype), a_plan, mesh)
@@ -158,10 +160,13 @@ def compare_decoders(rank: int, num_ranks: int, layout: str, references: dict[An
     return errors
 
 
+@pytest.mark.parametrize("cases", [HALF, pytest.param(CASES, marks=pytest.mark.long)], ids=["half", "all"])
 @pytest.mark.parametrize(("num_ranks", "layout"), ACTUAL_LAYOUTS)
-def test_sgd_steps_equal_one_process(num_ranks: int, layout: str, references: dict[Any, Trace]) -> None:
+def test_sgd_steps_equal_one_process(
+    num_ranks: int, layout: str, cases: list[Any], references: dict[Any, Trace]
+) -> None:
     """Loss, gradient norm, every gradient and every weight, against the bare loop."""
-    found = run_ranks(num_ranks, compare_decoders, num_ranks, layout, references)
+    found = run_ranks(num_ranks, compare_decoders, num_ranks, layout, references, cases)
     for case in found[0]:
         errors = over_all_ranks([mine[case] for mine in found])
         assert {what: size for what, size in errors.items() if not size <= TOLERANCE[case[0]]} == {}, case

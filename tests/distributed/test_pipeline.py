@@ -147,14 +147,15 @@ def test_all_axes_with_every_schedule(references: dict[str, Trace]) -> None:
 # Cuts and schedules of one's own
 
 
-def test_uneven_cuts(references: dict[str, Trace]) -> None:
+@pytest.mark.parametrize("each_tied_and_not", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_uneven_cuts(references: dict[str, Trace], each_tied_and_not: bool) -> None:
     """A first stage of the embedding alone, a last one of the head alone; both; and a crooked cut."""
     cuts = {"1f1b": [(0, 1, 4, 3), (3, 4, 1, 0), (0, 5, 3, 0)], "gpipe": [(5, 1, 1, 1)]}
     cases = [
         case(f"{name} {cut}", tied, pp=4, schedule=name, stage_blocks=cut)
         for name, some in cuts.items()
-        for cut in some
-        for tied in (True, False)
+        for number, cut in enumerate(some)
+        for tied in ((True, False) if each_tied_and_not else (number % 2 == 0,))
     ]
     cases += [
         case(f"zb-v {tied}", tied, pp=4, schedule="zb-v", stage_blocks=(0, 1, 1, 2, 2, 1, 1, 0)) for tied in (1, 0)

@@ -292,14 +292,17 @@ def style_case(name: str, recompute: str = "none", **parallel: Any) -> Case:
     return Case(f"{name} {recompute} {parallel}", partial(styled, name), parallel, how, reference=name, batches=batches)
 
 
-def test_models_of_every_style_and_every_recomputation() -> None:
+@pytest.mark.parametrize("each_with_each", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_models_of_every_style_and_every_recomputation(each_with_each: bool) -> None:
     """Learned positions, windows, documents, images; GQA is in all of test_pipeline."""
     traces = run_ranks(1, style_references)[0]
+    hows = list(zip(RECOMPUTED, ("gpipe", "1f1b", "zb-v", "interleaved", "dualpipe-v"), strict=True))
     cases = [
         style_case(name, recompute, pp=2, schedule=schedule)
-        for name in STYLES
-        for recompute, schedule in zip(RECOMPUTED, ("gpipe", "1f1b", "zb-v", "interleaved", "dualpipe-v"), strict=True)
+        for number, name in enumerate(STYLES)
+        for recompute, schedule in (hows if each_with_each else (hows[number % 5], hows[(number + 2) % 5]))
     ]
+    assert {case.how["train"].get("recompute", "none") for case in cases} == set(RECOMPUTED)
     require_parity(2, cases, traces)
     sharded = {"dp_shard": 2, "zero_stage": 3, "pp": 2}
     cases = [style_case(name, "full", schedule="zb-v", **sharded) for name in STYLES]
@@ -382,12 +385,23 @@ def low_case(precision: str, **parallel: Any) -> Case:
     return Case(f"{precision} {parallel}", partial(small_decoder, torch.float32), parallel, how, reference="wide")
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_low_precision_is_as_good_as_without_a_pipeline(precision: str) -> None:
+BESIDE = {"alone": {}, "ddp": {"dp_replicate": 2}, "zero3": {"dp_shard": 2, "zero_stage": 3}}
+
+
+@pytest.mark.parametrize(
+    ("precision", "kinds"),
+    [
+        ("bf16", ("alone", "zero3")),
+        ("fp16", ("ddp",)),
+        pytest.param("bf16", ("ddp",), marks=pytest.mark.long),
+        pytest.param("fp16", ("alone", "zero3"), marks=pytest.mark.long),
+    ],
+)
+def test_low_precision_is_as_good_as_without_a_pipeline(precision: str, kinds: tuple[str, ...]) -> None:
     """Reference: fp32, and how far off the same data parallelism is from it on as many samples."""
     traces = run_ranks(1, wide_reference)[0]
-    kinds = {"alone": {}, "ddp": {"dp_replicate": 2}, "zero3": {"dp_shard": 2, "zero_stage": 3}}
-    for name, how in kinds.items():
+    for name in kinds:
+        how: dict[str, Any] = BESIDE[name]
         plain = run_ranks(2 if how else 1, in_pipelines, 2 if how else 1, [low_case(precision, **how)], traces)
         cases = [low_case(precision, pp=2, schedule=schedule, **how) for schedule in ("1f1b", "zb-v")]
         num_ranks = 4 if how else 2

@@ -21,6 +21,8 @@ from phalanx.report.reduce import reduce_run
 from phalanx.report.summary import run_json
 from s3_server import BUCKET, CREDENTIALS, Server, s3_server
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 URL = f"s3://{BUCKET}/run one"
 JOB = (
     *TINY,

@@ -49,6 +49,8 @@ from phalanx.verify.cases import RECOMPUTED, all_layouts, compressed_layouts, ju
 from phalanx.verify.row import ROWS
 from ranks import run_ranks
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 Rows = dict[str, dict[str, Any]]
 Plant = Callable[[], None]
 EVERY = ("ddp", "zero1", "zero2", "zero3")  # without ways of running them

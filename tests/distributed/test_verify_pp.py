@@ -29,6 +29,8 @@ from phalanx.parallel.protocol import Workpiece
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES
 from phalanx.verify.cases import shrunk
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 BOTH = ("pp2-1f1b", "pp2-zb-v")
 SPLIT = ("interleaved-zero-bubble", "zb-v", "dualpipe-v")  # schedules with a W
 

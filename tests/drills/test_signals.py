@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from commands import (
+    COLD,
     SLACK,
     TINY,
     Done,
@@ -178,9 +178,8 @@ def test_steps_that_are_not_a_number_are_skipped_by_all_ranks(folder: Path) -> N
     saves = ("checkpoint.every_steps=1", "checkpoint.asynchronous=false", "checkpoint.incremental=false")
     job = ["train", *TINY, "data.source=text", *mine, *saves]
     limit = "resilience.max_skipped_steps=2"
-    command = [sys.executable, "-m", "phalanx"]
-    some = start(*job, "run.dir=nan", limit, cwd=folder, env=environment(POISON="3,5"), command=command)
-    many = start(*job, "run.dir=all nan", limit, cwd=folder, env=environment(POISON="2,3,4,5"), command=command)
+    some = start(*job, "run.dir=nan", limit, cwd=folder, env=environment(POISON="3,5"))
+    many = start(*job, "run.dir=all nan", limit, cwd=folder, env=environment(POISON="2,3,4,5"))
     out, err = some.communicate()
     assert some.returncode == 0, err
     run_dir = folder / "nan"
@@ -210,7 +209,7 @@ def test_a_stop_at_any_moment_of_the_start(folder: Path, after_s: float, number:
     """Whether or not the ranks have started: the agreed exit code, no traceback, nothing left."""
     name = f"early {number.name} {after_s}"
     # So many steps that a run which does not hear of the signal cannot be done before it is noticed.
-    process = start("train", *JOB, "train.steps=1000000", f"run.dir={name}", cwd=folder)
+    process = start("train", *JOB, "train.steps=1000000", f"run.dir={name}", cwd=folder, command=COLD)
     with watching(process) as watched:
         watched.wait_for("run     ")
         deadline = time.monotonic() + after_s

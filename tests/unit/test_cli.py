@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import TINY, environment, run, write_text
+from commands import COLD, TINY, environment, run, write_text
 from phalanx.checkpoint.locks import hold_run_lock
 from phalanx.cli import _app
 from phalanx.cli._arguments import split_arguments
@@ -23,8 +23,6 @@ from phalanx.core.errors import DataError, ExitCode, LayoutError, ResourceError,
 from phalanx.job.load import load_job
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import BaselineMeasured, EvalFinished, TextGenerated
-
-PHALANX = [sys.executable, "-m", "phalanx"]
 
 
 def test_arguments_are_a_file_and_overrides_in_any_order() -> None:
@@ -59,7 +57,7 @@ def test_a_sample_cannot_move_the_cursor(tmp_path: Path) -> None:
 def test_a_pipe_that_closes_early_is_no_error() -> None:
     """`phalanx plan | head -1`."""
     ours, theirs = os.pipe()
-    process = subprocess.Popen([*PHALANX, "plan"], stdout=theirs, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*COLD, "plan"], stdout=theirs, stderr=subprocess.PIPE, text=True)
     os.close(theirs)
     os.close(ours)
     _, err = process.communicate(timeout=60)
@@ -72,7 +70,7 @@ def test_training_goes_on_where_nothing_can_be_printed(tmp_path: Path, where: st
     text = write_text(tmp_path / "text")
     arguments = ["train", *TINY, f"data.source={text}", "parallel.ranks=1", "run.dir=run", "train.steps=5"]
     redirect = {"closed": "<&- >&- 2>&-", "full": "> /dev/full"}[where]
-    command = ["sh", "-c", f'exec "$@" {redirect}', "sh", *PHALANX, *arguments]
+    command = ["sh", "-c", f'exec "$@" {redirect}', "sh", *COLD, *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert (tmp_path / "run" / "checkpoints" / "step-5" / "manifest.json").exists()
@@ -173,7 +171,7 @@ def test_nothing_in_the_folder_one_stands_in_stands_for_a_library(tmp_path: Path
         ["plan", "model.kind=of_my_own:build", f"data.source={text}", "parallel.ranks=1"],
     ]
     for verb in verbs:
-        finished = run(*verb, cwd=folder)
+        finished = run(*verb, cwd=folder, command=COLD)
         assert finished.code == 0, finished.err
     assert not (tmp_path / "ran").exists(), (tmp_path / "ran").read_text()
 

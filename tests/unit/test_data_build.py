@@ -18,9 +18,9 @@ import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet
 import pytest
-from tests.commands import write_text
 
 import phalanx.data.build as module
+from commands import write_text
 from phalanx.core.errors import DataError, PhalanxError, ResourceError, RunLockedError
 from phalanx.data.build import STATE, BuildProgress, build_dataset
 from phalanx.data.dataset import Dataset, is_dataset, open_dataset, verify_dataset, with_checksum

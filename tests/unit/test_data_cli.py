@@ -13,8 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.commands import PHALANX, environment, finish, start, wait_until, write_text
 
+from commands import PHALANX, environment, finish, start, wait_until, write_text
 from phalanx.cli import _app
 from phalanx.data.dataset import open_dataset
 from phalanx.data.shards import PAYLOAD_AT

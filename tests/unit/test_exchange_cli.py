@@ -32,6 +32,8 @@ from phalanx.job.model import shape_of
 from phalanx.job.shape import ModelShape
 from phalanx.job.tensors import tensor_shapes
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 
 def phalanx(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
     code = run(["checkpoint", *map(str, arguments)])

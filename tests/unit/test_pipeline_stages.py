@@ -26,6 +26,8 @@ from phalanx.plan.planner import make_plan
 from phalanx.plan.segments import Segment, segments_of
 from pipeline_plans import CORES, GIB, UNIFORM, pipeline_of, plan, refusal
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 # Cuts
 
 

@@ -1,4 +1,5 @@
-"""A Hugging Face model as any other module: called with inputs and positions, it returns logits.
+"""A Hugging Face model as any other module: called with inputs and positions, it returns logits, or hidden states and
+the head that makes logits of them and nothing else.
 
 Its class is derived from the model's own, so that parameters keep the names that transformers gives them.
 """
@@ -16,7 +17,9 @@ from torch import nn
 from phalanx.core.errors import LayoutError, PhalanxError, did_you_mean
 from phalanx.core.registry import require, resolve
 from phalanx.job.hugging_face import is_hugging_face, read_config, weights_directory
+from phalanx.nn.hf_head import StandIn, head_output, in_place_of, plain_head
 from phalanx.nn.hf_rules import shard_rules_of
+from phalanx.nn.objective import HeadOutput
 
 MODELS = "phalanx.nn.models"
 FACTS = "shape_facts"  # attribute of a module: what `ModelShape` can be told of it
@@ -137,10 +140,11 @@ def _with_weights(kind: str, auto: Any, config: Any, directory: Any) -> nn.Modul
 
 
 def _adapt(module: Any, config: Any) -> nn.Module:
-    """Give it a forward of inputs and positions that returns logits, its blocks' names, rules and facts."""
+    """Give it a forward of inputs and positions that the objective can read, its blocks' names, rules and facts."""
     own = type(module)
     reads_images = module.main_input_name == "pixel_values"
-    forward = _forward_of_images(own) if reads_images else _forward_of_tokens(own)
+    head = "" if reads_images else plain_head(module)
+    forward = _forward_of_images(own) if reads_images else _forward_of_tokens(own, head)
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "forward": forward}
     module.__class__ = type(own.__name__, (own,), names)
     pattern = _block_pattern(module)
@@ -150,18 +154,26 @@ def _adapt(module: Any, config: Any) -> nn.Module:
     if reads_images and not (facts["image_size"] and facts["num_channels"]):
         raise LayoutError(f"a {config.model_type} has no one image_size, and images are squares of one size")
     setattr(module, FACTS, facts)
-    module.shard_rules = shard_rules_of(module, config)
+    module.shard_rules = shard_rules_of(module, config, has_plain_head=bool(head))
     return module  # type: ignore[no-any-return]
 
 
-def _forward_of_tokens(own: type) -> Callable[..., torch.Tensor]:
-    def forward(self: Any, inputs: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+def _forward_of_tokens(own: type, head: str) -> Callable[..., Any]:
+    """Of a model with a plain head of this name, hidden states: the objective owns the head."""
+
+    def logits(self: Any, inputs: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         named = {"position_ids": positions} if takes_positions else {}
         found = own.forward(self, input_ids=inputs, use_cache=False, return_dict=True, **named)  # type: ignore[attr-defined]
         return found.logits  # type: ignore[no-any-return]
 
+    def hidden_states(self: Any, inputs: torch.Tensor, positions: torch.Tensor | None = None) -> HeadOutput:
+        stand_in = StandIn()
+        with in_place_of(self, head, stand_in) as layer:
+            logits(self, inputs, positions)
+        return head_output(layer, stand_in)
+
     takes_positions = "position_ids" in inspect.signature(own.forward).parameters  # type: ignore[attr-defined]
-    return forward
+    return hidden_states if head else logits
 
 
 def _forward_of_images(own: type) -> Callable[..., torch.Tensor]:

@@ -29,10 +29,10 @@ OWN_PLANS: dict[str, dict[str, str]] = {
 """Of models that bring none."""
 
 
-def shard_rules_of(module: Any, config: Any) -> dict[str, str]:
-    """pattern -> rule; empty for a model of which nothing is known to be cuttable."""
+def shard_rules_of(module: Any, config: Any, *, has_plain_head: bool) -> dict[str, str]:
+    """pattern -> rule; empty for a model of which nothing is known to be cuttable. See `hf_head` for a plain head."""
     rules = _gpt2(config) if config.model_type == "gpt2" else _from_plan(module, _plan(module, config))
-    return rules | _vocabulary(module, config)
+    return rules | _vocabulary(module, config, has_plain_head)
 
 
 def _plan(module: Any, config: Any) -> dict[str, str]:
@@ -108,7 +108,7 @@ def _rules_of_part(part: nn.Module, covered: dict[str, str]) -> dict[str, str]:
     return rules
 
 
-def _vocabulary(module: Any, config: Any) -> dict[str, str]:
+def _vocabulary(module: Any, config: Any, has_plain_head: bool) -> dict[str, str]:
     """The embedding and the head, tied or not. An embedding that does more than look up stays whole."""
     if module.main_input_name == "pixel_values":
         return {}
@@ -125,7 +125,7 @@ def _vocabulary(module: Any, config: Any) -> dict[str, str]:
         is_changed = not _brings_plan(module, config) or any(
             getattr(config, k, None) not in (None, False) for k in changes
         )
-        rules[names[id(head)]] = "column gather" if is_changed else "vocab"
+        rules[names[id(head)]] = "column gather" if is_changed and not has_plain_head else "vocab"
     return rules
 
 

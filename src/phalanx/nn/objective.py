@@ -35,6 +35,19 @@ class CausalOutput(NamedTuple):
     balance: Balance | None = None
 
 
+class HeadOutput(CausalOutput):
+    """Of a module that others wrote to return logits: an objective that asks for no hidden states gets those."""
+
+    __slots__ = ()
+
+    def gathered(self) -> torch.Tensor:
+        """Logits [batch, seq, vocab], as the module itself would return them."""
+        head_VD = self.head_VD.to(self.hidden_BTD.dtype)
+        if self.vocabulary is None:
+            return F.linear(self.hidden_BTD, head_VD)
+        return self.vocabulary.gather(F.linear(self.vocabulary.enter(self.hidden_BTD), head_VD))
+
+
 def takes_classes(objective: Objective) -> Objective:
     """Mark an objective that takes each of batch["labels"], or "targets", for the number of a class, or -100: others
     are then refused with their value before it is called.

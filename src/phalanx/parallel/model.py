@@ -15,7 +15,6 @@ from phalanx.core.errors import LayoutError, PhalanxError
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import LogicalShard, full_name
 from phalanx.mesh.mesh import Mesh
-from phalanx.mesh.tensor_group import VocabularyLogits
 from phalanx.parallel.calling import NamedTensors, call_with_batch, describe_batch
 from phalanx.parallel.drawing import Drawing
 from phalanx.parallel.gradients import Held, held_by, own_squares
@@ -78,9 +77,10 @@ class StepFacts:
 READS_PARTS = "reads_vocabulary_parts"  # what an objective has that can do with a part of the logits
 
 
-def _together(outputs: Any) -> Any:
-    """Logits of the whole vocabulary, where tensor parallelism has cut it."""
-    return outputs.gathered() if isinstance(outputs, VocabularyLogits) else outputs
+def together(outputs: Any) -> Any:
+    """Logits of the whole vocabulary, where tensor parallelism has cut it or the objective was to make them."""
+    gathered = getattr(outputs, "gathered", None)
+    return outputs if gathered is None else gathered()
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class ParallelModel:
         if self._piece.context is not None:
             raise LayoutError("a model whose sequences are cut (parallel.cp) is called through call_then")
         with self._autocast():
-            return self._piece.outer(args, kwargs, _together)
+            return self._piece.outer(args, kwargs, together)
 
     def call_then(self, batch: Batch, then: Callable[[Any], Any]) -> Any:
         """`then(outputs)` of one forward, run while a sharded model's outermost weights are still whole.
@@ -392,7 +392,7 @@ class ParallelModel:
             if isinstance(objective, _Then):
                 return objective.then(outputs)
             if not getattr(objective, READS_PARTS, False):
-                outputs = _together(outputs)
+                outputs = together(outputs)
             if getattr(objective, TAKES_CLASSES, False):
                 require_targets(given, outputs)
             return objective(outputs, batch)

@@ -133,7 +133,8 @@ class _Surgery:
                 f"no rule cuts an embedding of {type(self.module).__name__}, where its sequence would be cut",
                 fix='give it "vocab" (or "sequence": it stays whole), or set parallel.sequence_parallel=false',
             )
-        self.module.register_forward_hook(tp_modules.Outputs(self.group, self._vocabularies))
+        cut = [self._modules[name.rpartition(".")[0]] for name in self.cuts if name.endswith(".weight")]
+        self.module.register_forward_hook(tp_modules.Outputs(self.group, self._vocabularies, cut))
 
     def require_whole_masks(self, piece: Workpiece) -> None:
         """Raises LayoutError for dropout of parts, now or in the first forward: masks by place are of the whole."""

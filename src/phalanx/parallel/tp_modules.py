@@ -157,8 +157,10 @@ def divide(part: nn.Module, name: str, count: Count, tp: int) -> None:
 class Outputs:
     """After the model: an output that needs the head's rows of other ranks says which rows this rank has."""
 
-    def __init__(self, group: TensorGroup, vocabularies: Sequence[tuple[nn.Module, Vocabulary]]) -> None:
-        self._group, self._vocabularies = group, vocabularies
+    def __init__(
+        self, group: TensorGroup, vocabularies: Sequence[tuple[nn.Module, Vocabulary]], cut: Sequence[nn.Module]
+    ) -> None:
+        self._group, self._vocabularies, self._cut = group, vocabularies, cut
         self._logits: torch.Tensor | None = None
         for part, _ in vocabularies:
             if not isinstance(part, nn.Embedding):
@@ -184,6 +186,8 @@ class Outputs:
                 return outputs._replace(vocabulary=vocabulary)
         if self._group.cuts_sequence:
             raise LayoutError(f"no rule cuts the head of {type(module).__name__}", fix='give it "vocab"')
+        if any(getattr(part, "weight", None) is head for part in self._cut):
+            raise LayoutError(f"the head of {type(module).__name__} is not cut by tokens", fix='give it "vocab"')
         return outputs
 
     def _is_whole(self, outputs: Any) -> bool:

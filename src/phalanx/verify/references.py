@@ -19,7 +19,7 @@ from phalanx.mesh.mesh import Mesh
 from phalanx.nn.build import build_objective
 from phalanx.nn.objective import CausalOutput
 from phalanx.optim.build import build_optimizer
-from phalanx.parallel.model import Batch
+from phalanx.parallel.model import READS_PARTS, Batch, together
 from phalanx.plan.plan import Plan
 from phalanx.verify.batches import as_dtype, split_again
 from phalanx.verify.flips import EVALUATION, Reroute, optimizer_step, train_step
@@ -169,7 +169,9 @@ def _loss_sum(job: Job, plan: Plan) -> LossSum:
         args = (batch["inputs"],) if "inputs" in batch else ()
         outputs = module(*args, **extras)
         can_read = isinstance(outputs, torch.Tensor | CausalOutput)  # else the objective says what it wants
-        return (plain_cross_entropy if is_textbook and can_read else objective)(outputs, batch)
+        if is_textbook and can_read:
+            return plain_cross_entropy(outputs, batch)
+        return objective(outputs if getattr(objective, READS_PARTS, False) else together(outputs), batch)
 
     return loss_sum
 

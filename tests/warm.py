@@ -1,0 +1,278 @@
+"""`phalanx` whose ranks' server is forked from a process that has imported torch already.
+
+`python warm.py ARGUMENTS` is `phalanx ARGUMENTS`, but for one thing: `python -m MODULE` for a module of MODULES is not
+a new interpreter, it is a fork of the nursery, which the tests start once. The process itself, its descriptors,
+environment, folder and session are those that it asked for. Importing torch is most of a short run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib
+import importlib.util
+import json
+import os
+import runpy
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+NURSERY, HOME = "PHALANX_TESTS_NURSERY", "PHALANX_TESTS_HOME"
+PROBE, SERVER = "phalanx.nn.probe", "phalanx.launch.server"
+MODULES = (PROBE, SERVER)
+# What they import, but not they themselves: each runs as `__main__`.
+IMPORTED = ("torch", "torch._dynamo", "phalanx.cli._rank", "phalanx.verify.rank", "phalanx.nn.hf", "runpy")
+# Variables that are read when an interpreter or a library starts: with others than the nursery's there is no fork.
+AT_START = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH", "LD_", "MALLOC_", "GLIBC_", "CUDA_", "GOMP_")
+NOT_AT_START = ("PYTHONPATH",)
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+MAX_BYTES, MAX_FDS, FAR = 1 << 18, 16, 200
+
+
+def _home() -> str:
+    """Where the phalanx is that this process imports."""
+    found = importlib.util.find_spec("phalanx")
+    assert found is not None
+    return str(found.origin)
+
+
+def at_start(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: env[name] for name in sorted(env) if name.startswith(AT_START) and name not in NOT_AT_START}
+
+
+# The nursery: it forks what it is asked for and tells how that ended.
+
+
+def serve(path: str, life: int) -> None:
+    """Fork what the connections to the socket at `path` ask for, until the other end of `life` closes."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(path)
+    listener.listen(64)
+    for name in IMPORTED:
+        importlib.import_module(name)
+    wakeup, wakeup_write = os.pipe()
+    for fd in (wakeup, wakeup_write):
+        os.set_blocking(fd, False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
+    print(os.getpid(), flush=True)
+    waiting: dict[int, socket.socket] = {}
+    while True:
+        readable, _, _ = select.select([listener, wakeup, life], [], [])
+        if life in readable:
+            return
+        if wakeup in readable:
+            os.read(wakeup, 4096)
+        while waiting:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            with contextlib.suppress(OSError), waiting.pop(pid) as asked:
+                asked.send(str(os.waitstatus_to_exitcode(status)).encode())
+        if listener in readable:
+            asked, _ = listener.accept()
+            message, fds, _, _ = socket.recv_fds(asked, MAX_BYTES, MAX_FDS)
+            pid = os.fork()  # the nursery has one thread
+            if pid == 0:
+                _become(json.loads(message), fds)
+            for fd in fds:
+                os.close(fd)
+            waiting[pid] = asked
+            asked.send(str(pid).encode())
+
+
+def _become(wanted: dict[str, Any], fds: list[int]) -> NoReturn:
+    """What a new interpreter would be: these descriptors and no others, this environment, folder and search path."""
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if wanted["new_session"]:
+            os.setsid()
+        far = [fcntl.fcntl(fd, fcntl.F_DUPFD, FAR) for fd in fds]
+        os.closerange(0, FAR)
+        for fd, number in zip(far, wanted["numbers"], strict=True):
+            os.dup2(fd, number)
+        os.closerange(max(2, *wanted["numbers"]) + 1, 4096)
+        os.chdir(wanted["cwd"])
+        os.environ.clear()
+        os.environ.update(wanted["env"])
+        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", errors="backslashreplace")
+        sys.argv = [wanted["module"], *wanted["arguments"]]
+        searched = [path for path in wanted["env"].get("PYTHONPATH", "").split(os.pathsep) if path]
+        sys.path[:] = [*wanted["here"], *searched, *(path for path in sys.path if path not in searched)]
+        importlib.invalidate_caches()
+        code = 0
+        runpy.run_module(wanted["module"], run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        code = 1
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+class Nursery:
+    """The process that forks, no child of ours. Its import takes a few seconds; it ends with the tests."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="phalanx-tests-")
+        self._path = str(Path(self._folder.name) / "nursery")
+        life_read, self._life = os.pipe()
+        with subprocess.Popen(
+            [sys.executable, "-P", __file__, "--nursery", self._path, str(life_read)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            env=ONE_THREAD | os.environ,
+            pass_fds=(life_read,),
+            start_new_session=True,
+            text=True,
+        ) as process:
+            os.close(life_read)
+            assert process.stdout is not None
+            self.pid = int(process.stdout.readline())
+
+    def variables(self) -> dict[str, str]:
+        """What a command's environment needs to find it."""
+        return {NURSERY: self._path, HOME: _home()}
+
+    def end(self) -> None:
+        os.close(self._life)
+        self._folder.cleanup()
+
+
+# A command: what it starts comes from the nursery, if it is one of MODULES.
+
+
+class Forked:
+    """What `subprocess.Popen` is to its user, of a process that the nursery forked."""
+
+    def __init__(self, connection: socket.socket, pid: int, stdout: int | None, stderr: int | None) -> None:
+        self._connection, self.pid, self.returncode = connection, pid, None
+        self.args: Sequence[str] = ()
+        self.stdin = None
+        self.stdout: IO[str] | None = None if stdout is None else open(stdout, errors="replace")
+        self.stderr: IO[str] | None = None if stderr is None else open(stderr, errors="replace")
+
+    def poll(self) -> int | None:
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._connection], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            with self._connection:
+                self.returncode = int(self._connection.recv(64) or -signal.SIGKILL)
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str | None, str | None]:
+        until = None if timeout is None else time.monotonic() + timeout
+        streams = [stream for stream in (self.stdout, self.stderr) if stream is not None]
+        self._read: dict[IO[str], bytes] = getattr(self, "_read", dict.fromkeys(streams, b""))
+        with selectors.DefaultSelector() as selector:
+            for stream in streams:
+                if not stream.closed:
+                    selector.register(stream, selectors.EVENT_READ)
+            while selector.get_map():
+                left = None if until is None else max(0.0, until - time.monotonic())
+                ready = selector.select(left)
+                if not ready:
+                    raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+                for key, _ in ready:
+                    stream: Any = key.fileobj
+                    piece = os.read(key.fd, 1 << 16)
+                    self._read[stream] += piece
+                    if not piece:
+                        selector.unregister(stream)
+                        stream.close()
+        self.wait(None if until is None else max(0.0, until - time.monotonic()))
+        out, err = (None if s is None else self._read[s].decode(errors="replace") for s in (self.stdout, self.stderr))
+        return out, err
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def popen(command: Any, **options: Any) -> Any:
+    """`subprocess.Popen`, or a fork of the nursery for `python [-P] -m MODULE ...`."""
+    words = list(command) if isinstance(command, list | tuple) else []
+    is_safe = words[1:2] == ["-P"]
+    module, arguments = (words[2 + is_safe :] or [""])[0], words[3 + is_safe :]
+    env = dict(options.get("env") or os.environ)
+    if (
+        words[:1] != [sys.executable]
+        or words[1 + is_safe : 2 + is_safe] != ["-m"]
+        or module not in MODULES
+        or os.environ[HOME] != _home()
+        or at_start(ONE_THREAD | env) != at_start(ONE_THREAD | os.environ)
+    ):
+        return _Popen(command, **options)
+    null = os.open(os.devnull, os.O_RDWR)
+    pipes: dict[str, tuple[int, int]] = {}
+
+    def end_of(name: str) -> int:
+        given = options.get(name)
+        if given == subprocess.PIPE:
+            pipes[name] = os.pipe()
+            return pipes[name][1]
+        if given == subprocess.DEVNULL:
+            return null
+        default = {"stdin": 0, "stdout": 1, "stderr": 2}[name]
+        return default if given is None else given if isinstance(given, int) else int(given.fileno())
+
+    fds = [end_of("stdin"), end_of("stdout"), end_of("stderr"), *options.get("pass_fds", ())]
+    wanted = {
+        "module": module,
+        "arguments": arguments,
+        "numbers": [0, 1, 2, *options.get("pass_fds", ())],
+        "cwd": str(options.get("cwd") or os.getcwd()),
+        "env": env,
+        "here": [] if is_safe else [os.getcwd()],
+        "new_session": bool(options.get("start_new_session")),
+    }
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect(os.environ[NURSERY])
+    socket.send_fds(connection, [json.dumps(wanted).encode()], fds)
+    for fd in (null, *(write for _, write in pipes.values())):
+        os.close(fd)
+    pid = int(connection.recv(64))
+    ends = [pipes[name][0] if name in pipes else None for name in ("stdout", "stderr")]
+    return Forked(connection, pid, *ends)
+
+
+_Popen = subprocess.Popen
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--nursery"]:
+        if os.fork():
+            os._exit(0)
+        serve(sys.argv[2], int(sys.argv[3]))
+    else:
+        from phalanx.__main__ import main
+
+        sys.argv[0], sys.path[0] = "phalanx", os.getcwd()  # as `python -m phalanx` has them
+        if NURSERY in os.environ:
+            subprocess.Popen = popen  # type: ignore[assignment, misc]
+        main()
