@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,9 +27,9 @@ def shape(*, tied: bool = True, num_kv_heads: int = 2, num_layers: int = 2) -> M
     return ModelShape(num_layers, 32, 4, num_kv_heads, 8, 40, VOCAB, tied)
 
 
-def decoder(*, tied: bool, dtype: torch.dtype) -> Decoder:
+def decoder(*, tied: bool, dtype: torch.dtype, num_experts: int = 0) -> Decoder:
     """Real weights, the same on every rank and in every process, large enough to bend every nonlinearity."""
-    module = Decoder(shape(tied=tied))
+    module = Decoder(replace(shape(tied=tied), num_experts=num_experts))
     fill(module)
     return module.to(dtype)
 
@@ -80,12 +81,25 @@ def share(
 
 
 def plan(
-    num_ranks: int, num_microbatches: int = 1, *, recompute: str = "none", precision: str = "fp32", **parallel: Any
+    num_ranks: int,
+    num_microbatches: int = 1,
+    *,
+    recompute: str = "none",
+    precision: str = "fp32",
+    num_experts: int = 0,
+    **parallel: Any,
 ) -> Plan:
     """The plan of a job with this layout."""
     job = Job.model_validate(
         {
-            "model": {"dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 40},
+            "model": {
+                "dim": 32,
+                "num_layers": 2,
+                "num_heads": 4,
+                "num_kv_heads": 2,
+                "ffn_dim": 40,
+                "num_experts": num_experts,
+            },
             "data": {"seq_len": SEQ_LEN},
             "train": {
                 "global_batch_size": BATCH,

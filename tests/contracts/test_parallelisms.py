@@ -13,6 +13,7 @@ from phalanx.core.phases import Phases
 from phalanx.mesh.blocks import find_blocks
 from phalanx.mesh.logical import full_name
 from phalanx.mesh.mesh import Mesh, open_mesh
+from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import causal_cross_entropy
 from phalanx.parallel.fp8 import Float8
 from phalanx.parallel.model import ParallelModel
@@ -34,6 +35,7 @@ def needing_plans() -> list[Plan]:
         *plans,
         plan(2, tp=2),
         plan(2, cp=2),
+        plan(2, num_experts=4, dp_shard=2, ep=2),
         plan(2, num_microbatches=2, pp=2),
         plan(2, recompute="full", dp_replicate=2),
         replace(plan(2, dp_replicate=2), compile=True),
@@ -46,6 +48,10 @@ def needing_plans() -> list[Plan]:
 def needing(transform: Parallelism) -> Plan:
     """The first plan that wants it; a new transform that none of them wants needs one here."""
     return next(a_plan for a_plan in needing_plans() if transform.wanted(a_plan))
+
+
+def decoder_for(a_plan: Plan) -> Decoder:
+    return decoder(tied=True, dtype=torch.float32, num_experts=a_plan.model_shape.num_experts)
 
 
 def test_they_are_in_order_and_all_there() -> None:
@@ -74,7 +80,7 @@ def test_one_data_parallelism_at_most_is_wanted() -> None:
 def apply_alone(rank: int, index: int) -> dict[str, Any]:
     transform = transforms()[index]
     a_plan = needing(transform)
-    module = decoder(tied=True, dtype=torch.float32)
+    module = decoder_for(a_plan)
     before = [name for name, _ in module.named_parameters()]
     shapes = {name: p.shape for name, p in module.named_parameters()}
     root = Root(module)
@@ -115,7 +121,7 @@ def test_applied_alone_it_keeps_names_and_shapes_and_trains(
     for found in run_ranks(2, apply_alone, index):
         assert [what for what, kept in found.items() if not kept] == []
         held |= set(found["held"])
-    assert held == {name for name, _ in decoder(tied=True, dtype=torch.float32).named_parameters()}
+    assert held == {name for name, _ in decoder_for(needing(transform)).named_parameters()}
 
 
 def count_block_forwards(rank: int) -> dict[str, int]:

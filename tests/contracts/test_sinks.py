@@ -48,6 +48,7 @@ ORDINARY: dict[str, Any] = {
     "float": 0.5,
     "dict[str, int]": {"parameters": 4},
     "dict[str, float]": {"forward": 0.1},
+    "dict[str, list[int]]": {"blocks.0": [3, 5]},
     "dict[str, Any]": {"deep": [1, {"x": None}]},
     "list[int]": [1, 2],
     "bool": True,

@@ -59,10 +59,10 @@ def opened(rank: int, place: Path) -> dict[str, Any]:
     phalanx.load_weights(module, place / "tuned")
     tokens = torch.tensor([tokenizer("def heapify(x):  # é")["input_ids"]])
     with torch.no_grad():
-        wanted, (hidden, head, _) = model(tokens).logits, module(tokens)
+        wanted, outputs = model(tokens).logits, module(tokens)
     return {
         "class": type(model).__name__,
-        "error": ((hidden @ head.T - wanted).abs().max() / wanted.abs().max()).item(),
+        "error": ((outputs.hidden_BTD @ outputs.head_VD.T - wanted).abs().max() / wanted.abs().max()).item(),
         "text": tokenizer.decode(tokens[0]),
         "end": tokenizer.eos_token,
     }

@@ -326,8 +326,9 @@ def test_steps_without_finite_gradients_or_targets_are_not_usable() -> None:
     """One rank's NaN and missing targets are facts of all ranks; a rank without targets alone is none."""
     batch = share(global_batches(1)[0], 1, 2, 1)[0]
     with torch.no_grad():
-        hidden, head, _ = decoder(tied=True, dtype=torch.float64)(batch["inputs"])
-        loss = torch.nn.functional.cross_entropy((hidden @ head.T).flatten(0, 1), batch["targets"].flatten()).item()
+        outputs = decoder(tied=True, dtype=torch.float64)(batch["inputs"])
+        logits_BTV = outputs.hidden_BTD @ outputs.head_VD.T
+        loss = torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), batch["targets"].flatten()).item()
     num_targets = int((batch["targets"] != -100).sum())
     for found in run_ranks(2, hand_in_oddities):
         for layout in LAYOUTS[2]:
