@@ -9,14 +9,14 @@ import pytest
 
 from models import CPU
 from phalanx.core.errors import JobError, LayoutError
-from phalanx.job.counts import experts_params
+from phalanx.job.counts import experts_params, spread_params
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.describe import describe
 from phalanx.plan.experts import sent_bytes_of_step
 from phalanx.plan.layout import Layout
-from phalanx.plan.memory import Workload, exchanged_bytes, held_params
+from phalanx.plan.memory import StateBytes, Workload, exchanged_bytes, held_params, state_bytes, uneven_share
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 
@@ -65,6 +65,18 @@ def test_ep_folds_over_dp_shard_and_cp(parallel: dict[str, Any], name: str, layo
     assert (found.chosen.name, found.layout) == (name, layout)
     assert [c.name for c in found.alternatives] == ["ddp", "zero2", "zero3"]
     assert Plan.from_json(found.to_json()) == found
+
+
+def test_where_no_dimension_of_experts_divides_the_rank_that_has_most_is_planned_for() -> None:
+    """zero1 cuts between experts: of 8 on 64 ranks 8 ranks have the state of one each, the others of none."""
+    found = mixtral()
+    zero1 = next(candidate for candidate in found.alternatives if candidate.name == "zero1")
+    even = state_bytes(found.num_params, 1, 64, StateBytes())["optimizer"]
+    beyond = spread_params(found.model_shape) * (1 / 8 - 1 / 64)
+    assert zero1.predicted_bytes["optimizer"] == round(even + 8 * beyond)
+    odd = replace(found.model_shape, dim=4095, expert_ffn_dim=14335)
+    assert uneven_share(odd, 3, 64, 8) == 1 / 8 - 1 / 64
+    assert uneven_share(found.model_shape, 3, 64, 8) == 0
 
 
 def test_shards_are_as_large_and_gathered_ones_smaller() -> None:

@@ -66,6 +66,13 @@ def experts_params(shape: ModelShape, ep: int = 1) -> int:
     return (shape.num_experts // ep + shape.num_shared_experts) * ffn_params(shape, shape.expert_ffn_dim)
 
 
+def spread_params(shape: ModelShape, begin: int = 0, end: int | None = None) -> int:
+    """Of experts that tokens choose, in the blocks from `begin` to before `end`."""
+    first = shape.num_layers - shape.num_expert_layers
+    blocks = max(0, (shape.num_layers if end is None else end) - max(begin, first))
+    return blocks * shape.num_experts * ffn_params(shape, shape.expert_ffn_dim)
+
+
 def router_params(shape: ModelShape) -> int:
     return shape.dim * shape.num_experts
 

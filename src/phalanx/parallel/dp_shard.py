@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from phalanx.mesh.compat import (
     finish_backward,
@@ -27,7 +28,7 @@ from phalanx.mesh.exchange import gather_rows, scatter_sum
 from phalanx.parallel.batchnorm import differing_buffers
 from phalanx.parallel.protocol import Order, Workpiece
 from phalanx.parallel.whole_small import kept_whole
-from phalanx.plan.data_parallel import ALL_BLOCKS
+from phalanx.plan.data_parallel import ALL_BLOCKS, split_dim
 from phalanx.plan.plan import Plan
 
 
@@ -52,12 +53,13 @@ class DpShard:
         mesh = piece.mesh.submesh(*axes)
         # In a pipeline a unit is used again and again within a step, by microbatches that overlap: it stays whole.
         free = piece.plan.zero_stage == 3 and piece.staged is None
-        more: dict[str, Any] = {"mesh": mesh, "ignored_params": whole}
+        more: dict[str, Any] = {"mesh": mesh, "ignored_params": whole, "shard_placement_fn": _evenly(layout.dp_shard)}
         if options.parameters_on_host:
             more["offload_policy"] = CPUOffloadPolicy(pin_memory=piece.mesh.device.type == "cuda")
         for module in experts.modules if experts is not None else ():  # units of their own, over other ranks
             policy = _policy(piece.compute_dtype, low, cast_inputs=cast)
-            fully_shard(module, reshard_after_forward=free, mp_policy=policy, **more | {"mesh": experts.mesh})
+            over = {"mesh": experts.mesh, "shard_placement_fn": _evenly(layout.dp_shard // experts.ep)}
+            fully_shard(module, reshard_after_forward=free, mp_policy=policy, **more | over)
             hide_from_modes(module)
         for group in groups:
             policy = _policy(piece.compute_dtype, low, cast_inputs=cast)
@@ -93,6 +95,10 @@ class DpShard:
                 unit.reshard()
 
         piece.sync, piece.rest = sync, rest
+
+
+def _evenly(num_ranks: int) -> Callable[[nn.Parameter], Shard]:
+    return lambda parameter: Shard(split_dim(parameter.shape, num_ranks))
 
 
 def keep_for_pipeline(piece: Workpiece, units: list[FSDPModule]) -> None:

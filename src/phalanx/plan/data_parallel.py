@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,6 +11,14 @@ from phalanx.job.schema import Parallel
 
 ALL_BLOCKS = 0
 KEYS = ("accumulate", "keep_whole_below", "prefetch", "offload", "static_graph", "unused_parameters")
+
+
+def split_dim(shape: Sequence[int], num_ranks: int) -> int:
+    """The dimension along which zero2 and zero3 split a parameter: the first. Of a stack of matrices, as experts are,
+    another where that makes even parts: there may be fewer matrices than ranks, and most would hold nothing."""
+    if len(shape) < 3 or shape[0] % num_ranks == 0:
+        return 0
+    return next((dim for dim, size in enumerate(shape) if size % num_ranks == 0), 0)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ stage 2 also gradients, stage 3 also parameters. Activations count what autograd
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -14,7 +15,7 @@ from phalanx.core.registry import told
 from phalanx.job import counts
 from phalanx.job.shape import ModelShape
 from phalanx.plan import activations
-from phalanx.plan.data_parallel import ALL_BLOCKS, DataParallel
+from phalanx.plan.data_parallel import ALL_BLOCKS, DataParallel, split_dim
 from phalanx.plan.fp8 import fp8_bytes, fp8_params
 from phalanx.plan.segments import Segment, segments_of
 
@@ -50,10 +51,15 @@ class StateBytes:
 MIXED_FP16_ADAM = StateBytes(2, 2, 12)  # the ZeRO paper's: fp16 weights and gradients, fp32 copy and two moments
 
 
-def state_bytes(num_params: float, zero_stage: int, dp_size: int, per: StateBytes) -> dict[str, float]:
-    """Model-state bytes of one rank at a ZeRO stage (0: plain data parallelism)."""
+def state_bytes(
+    num_params: float, zero_stage: int, dp_size: int, per: StateBytes, uneven: float = 0
+) -> dict[str, float]:
+    """Model-state bytes of one rank at a ZeRO stage (0: plain data parallelism). `uneven`: parameters that a rank has
+    beyond an even part of what is split."""
     split = {kind: dp_size if zero_stage >= stage else 1 for kind, stage in _SPLIT_FROM_STAGE.items()}
-    return {kind: num_params * getattr(per, kind) / split[kind] for kind in _SPLIT_FROM_STAGE}
+    return {
+        kind: (num_params / parts + (uneven if parts > 1 else 0)) * getattr(per, kind) for kind, parts in split.items()
+    }
 
 
 _SPLIT_FROM_STAGE = {"optimizer": 1, "gradients": 2, "parameters": 3}
@@ -257,6 +263,19 @@ def held_params(shape: ModelShape, ep: int) -> int:
     return shape.num_params if ep == 1 else shape.num_params - shape.blocks_params + counts.blocks_params(shape, ep)
 
 
+def uneven_share(shape: ModelShape, zero_stage: int, dp_size: int, ep: int) -> float:
+    """Of the experts' parameters, what the rank that has most of them has beyond an even part, where they are split.
+
+    zero1 cuts a stack of experts between experts; zero2 and zero3 elsewhere, where that makes even parts.
+    """
+    if zero_stage == 0 or not shape.num_experts:
+        return 0.0
+    stack, ranks = (shape.num_experts // ep, shape.expert_ffn_dim, shape.dim), dp_size // ep
+    if zero_stage >= 2 and stack[split_dim(stack, ranks)] % ranks == 0:
+        return 0.0
+    return math.ceil(stack[0] / ranks) / shape.num_experts - 1 / dp_size
+
+
 def staging_bytes(shape: ModelShape, work: Workload, num_ranks: int) -> int:
     """Host memory of one rank for the copy that asynchronous saves are written from: its part of weights and optimizer
     state, which is an equal one in every layout, because no block is written twice."""
@@ -291,7 +310,8 @@ def rank_memory(
     shape = of_one_rank(shape, work.tp)
     # Where shards are cut over dp_size ranks, experts are cut as often: over ep, and over dp_size / ep.
     held = held_params(shape, work.ep) if zero_stage <= 1 else shape.num_params
-    memory = state_bytes(held, zero_stage, dp_size, StateBytes(optimizer=work.optimizer_bytes))
+    uneven = counts.spread_params(shape) * uneven_share(shape, zero_stage, dp_size, work.ep)
+    memory = state_bytes(held, zero_stage, dp_size, StateBytes(optimizer=work.optimizer_bytes), uneven)
     memory["compression"] = shape.num_params * work.error_bytes if zero_stage == 0 and num_ranks > 1 else 0
     if shape.is_known:
         is_away = work.offloads_activations and device != "cpu"  # a CPU has no other memory to move them to
@@ -299,7 +319,7 @@ def rank_memory(
         memory["loss"] = loss_bytes(shape, work)
         memory["communication"] = communication_bytes(shape, work, zero_stage, num_ranks) + fp8_bytes(shape, work)
         if zero_stage == 2:  # FSDP keeps shards, too, and what is gathered of them counts as communication
-            memory["parameters"] /= dp_size
+            memory["parameters"] = memory["parameters"] / dp_size + uneven * StateBytes().parameters
     if device == "cpu" and work.copies_state:
         memory["staging"] = staging_bytes(shape, work, num_ranks // work.tp)
     return on_device(memory, work, device)

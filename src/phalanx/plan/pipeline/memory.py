@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from phalanx.job import counts
 from phalanx.job.shape import ModelShape
 from phalanx.plan import activations
 from phalanx.plan.memory import (
@@ -17,6 +18,7 @@ from phalanx.plan.memory import (
     on_device,
     state_bytes,
     stretches,
+    uneven_share,
     worst_moment,
 )
 from phalanx.plan.pipeline.held import peak_bytes
@@ -56,11 +58,13 @@ def pipeline_memory(
     schedule = pipeline.schedule()
     kept = rank_activations(shape, work, pipeline) if shape.is_known else ()
     staging = rank_staging(shape, work, pipeline, num_shares)
+    share = uneven_share(shape, zero_stage, dp_size, work.ep)
     found = []
     for rank in range(pipeline.num_ranks):
         held = pipeline.stages_of(rank)
         whole, own = (of.of_stages(pipeline.stages, held) for of in (params, here))
-        memory = _states(whole, own, work, zero_stage, dp_size)
+        spread = sum(counts.spread_params(shape, *pipeline.stages.ranges[stage]) for stage in held)
+        memory = _states(whole, own, work, zero_stage, dp_size, spread * share)
         if kept:
             memory["activations"] = kept[rank]
             memory["loss"] = _loss(shape, work) if pipeline.num_stages - 1 in held else 0
@@ -122,16 +126,18 @@ def _loss(shape: ModelShape, work: Workload) -> float:
     return whole - work.tokens * shape.dim * work.compute_bytes - shape.vocab_size * shape.dim * 4
 
 
-def _states(num_params: int, held: int, work: Workload, zero_stage: int, dp_size: int) -> dict[str, float]:
+def _states(
+    num_params: int, held: int, work: Workload, zero_stage: int, dp_size: int, uneven: float
+) -> dict[str, float]:
     """Parameters, gradients and optimizer state. ZeRO 2 and 3 gather parameters once for a whole step, and gradients
     stay whole until its end: what they split is there beside it. `held`: without the experts of other ranks of ep."""
     per = StateBytes(optimizer=work.optimizer_bytes)
     if zero_stage < 2:
-        memory = state_bytes(held, zero_stage, dp_size, per)
+        memory = state_bytes(held, zero_stage, dp_size, per, uneven)
         memory["communication"] = held * 2 if work.compute_bytes == 2 else 0  # cast weights, under autocast
         return memory
-    memory = state_bytes(num_params, zero_stage, dp_size, per)
-    memory["parameters"] = num_params * 4 / dp_size
+    memory = state_bytes(num_params, zero_stage, dp_size, per, uneven)
+    memory["parameters"] = (num_params / dp_size + uneven) * 4
     memory["communication"] = held * (work.compute_bytes + 4)
     return memory
 
