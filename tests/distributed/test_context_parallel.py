@@ -58,6 +58,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 KINDS = tuple(ATTEND)
+EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_dim": 24, "expert_capacity": 0.75}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     **{f"cp2 {kind}": (2, {"cp": 2, "cp_attention": kind}) for kind in KINDS},
     **{f"cp4 {kind}": (4, {"cp": 4, "cp_attention": kind}) for kind in KINDS},
@@ -113,7 +114,7 @@ def test_half_precision_stays_within_its_rounding(kind: str, precision: str) -> 
 
 
 def sample(rank: int, a_plan: Plan, learned: bool) -> list[int]:
-    changed = {"positions": "learned", "max_positions": SEQ_LEN} if learned else {}
+    changed: dict[str, Any] = {"positions": "learned", "max_positions": SEQ_LEN} | EXPERTS if learned else {}
     with open_mesh(a_plan.layout, device="cpu") as mesh:
         model = parallel_model(a_plan, mesh, **changed)
         return generate(model, [5, 6, 7], num_tokens=14, context=SEQ_LEN, seed=1)

@@ -12,7 +12,8 @@ its ranks read the same ones, and cut them here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +53,7 @@ class ContextParallel:
         for parent, core in cores:
             parent.core = ContextCore(core.window, masks, plan.cp_attention)
         module.attention_mask = masks  # type: ignore[assignment]
-        piece.context = Context(group)
+        piece.context = Context(group, sequences)
 
 
 def _cores(module: nn.Module) -> list[tuple[nn.Module, Any]]:
@@ -141,20 +142,25 @@ class ContextCore(nn.Module):
         return self._attend(q_BHTE, k_BKTE, v_BKTE, mask, self.window, self._masks.group)
 
 
-@dataclass(frozen=True)
+@dataclass
 class ContextSequences:
-    """What a router must know of the tokens that other ranks have; the interface is that of the seam."""
+    """What a router must know of the tokens that other ranks have; the interface is that of the seam. The first
+    `padding` tokens of sequences are none of theirs: they take no expert's room."""
 
     group: ContextGroup
+    padding: int = 0
 
     def total(self, counts_BE: torch.Tensor) -> torch.Tensor:
         return self.group.gathered(counts_BE.contiguous()).sum(0)
 
     def length(self, num_tokens: int) -> int:
-        return num_tokens * self.group.size
+        return num_tokens * self.group.size - self.padding
 
     def earlier(self, chosen_BTE: torch.Tensor) -> torch.Tensor:
         chunks, rank = self.group.chunks, self.group.rank
+        if self.padding:
+            places = chunks.places(rank, chosen_BTE.shape[1] * self.group.size).to(chosen_BTE.device)
+            chosen_BTE = chosen_BTE * (places >= self.padding)[:, None]
         own = chosen_BTE.unflatten(1, (chunks.per_rank, -1))  # [B, chunks of a rank, tokens of a chunk, E]
         counts = self.group.gathered(own.sum(2).contiguous())  # [ranks, B, chunks of a rank, E]
         number = {chunk: (r, at) for r in range(chunks.size) for at, chunk in enumerate(chunks.of(r))}
@@ -168,6 +174,7 @@ class Context:
     """What ParallelModel does to batches of a model whose ranks have parts of sequences."""
 
     group: ContextGroup
+    sequences: ContextSequences
 
     def cut(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """This rank's tokens of `batch` [B, T], with their positions in the sequence. document_ids stay whole: masks
@@ -184,16 +191,22 @@ class Context:
         whole = {"positions": torch.arange(length, device=tokens.device).expand_as(tokens), **batch}
         return {key: t.index_select(1, places) if key in PER_TOKEN else t for key, t in whole.items()}
 
-    def padded(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """A batch of inputs alone of any length, with a document of its own before it, so that it divides."""
+    @contextmanager
+    def padded(self, batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+        """A batch of inputs alone of any length, with a document of its own before it, so that it divides. Inside,
+        routers know of it."""
         tokens = batch["inputs"]
         before = -tokens.shape[1] % self.group.chunks.count
         places = torch.arange(-before, tokens.shape[1], device=tokens.device).expand(tokens.shape[0], -1)
-        return {
-            "inputs": nn.functional.pad(tokens, (before, 0)),
-            "positions": places.clamp(min=0),
-            "document_ids": (places >= 0).long(),
-        }
+        self.sequences.padding = before
+        try:
+            yield {
+                "inputs": nn.functional.pad(tokens, (before, 0)),
+                "positions": places.clamp(min=0),
+                "document_ids": (places >= 0).long(),
+            }
+        finally:
+            self.sequences.padding = 0
 
 
 parallelism = ContextParallel()
