@@ -75,30 +75,33 @@ def _reduce_experts(piece: Workpiece, experts: SeparateExperts) -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(piece.root, names)
     if experts.num_holders == 1:
         return
-    group, num_ranks, parameters = experts.group(), experts.num_holders, experts.parameters()
+    parameters = [p for p in experts.parameters() if p.requires_grad]
+    _reduce_in_buckets(piece, parameters, experts.group(), experts.num_holders)
+
+
+def _reduce_in_buckets(
+    piece: Workpiece, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, num_ranks: int
+) -> None:
+    """After the last backward, from the last parameter on; never a copy of all gradients at once."""
+    buckets = list(_buckets(parameters[::-1], int(piece.plan.bucket_mb * 2**20)))
 
     def reduce() -> None:
-        piece.traffic.all_reduce(sum(p.numel() * 4 for p in parameters), num_ranks)
-        average_gradients(parameters, group, piece.phases)
+        for bucket in buckets:
+            piece.traffic.all_reduce(sum(p.numel() * 4 for p in bucket), num_ranks)
+            average_gradients(bucket, group, piece.phases)
 
     piece.trained.before_update.append(reduce)
 
 
 def reduce_after_pipeline(piece: Workpiece) -> None:
     """DDP cannot follow forwards and backwards of several microbatches at once: gradients are averaged after all."""
-    group, phases, traffic = piece.mesh.data_parallel_group(), piece.phases, piece.traffic
+    group = piece.mesh.data_parallel_group()
     separate = set() if piece.experts is None else set(piece.experts.parameters())
     if piece.experts is not None:
         _reduce_experts(piece, piece.experts)
-    parameters = [p for p in piece.root.module.parameters() if p.requires_grad and p not in separate][::-1]
-    buckets = list(_buckets(parameters, int(piece.plan.bucket_mb * 2**20)))
-    num_ranks = piece.plan.layout.reduced.data_parallel_size
+    parameters = [p for p in piece.root.module.parameters() if p.requires_grad and p not in separate]
+    _reduce_in_buckets(piece, parameters, group, piece.plan.layout.reduced.data_parallel_size)
     buffers = differing_buffers(piece.root)
-
-    def reduce() -> None:
-        for bucket in buckets:
-            traffic.all_reduce(sum(p.numel() * 4 for p in bucket), num_ranks)
-            average_gradients(bucket, group, phases)
 
     @contextmanager
     def sync(on: bool) -> Iterator[None]:
@@ -107,7 +110,6 @@ def reduce_after_pipeline(piece: Workpiece) -> None:
             dist.broadcast(buffer, dist.get_global_rank(group, 0), group=group)
         yield
 
-    piece.trained.before_update.append(reduce)
     piece.sync = sync
 
 
