@@ -15,6 +15,7 @@ import torch
 from models import CPU, VOCAB, fill, shape
 from models import decoder as dense_decoder
 from phalanx.core.errors import LayoutError
+from phalanx.job.counts import spread_params
 from phalanx.job.schema import Job
 from phalanx.mesh.logical import LogicalShard, full_name, local_tensor
 from phalanx.mesh.mesh import open_mesh
@@ -22,6 +23,7 @@ from phalanx.nn.models.decoder import Decoder, example_batch
 from phalanx.nn.objective import causal_cross_entropy
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize
+from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.verify.reference import plain_cross_entropy, train_alone
@@ -87,15 +89,15 @@ def batches() -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def decoder() -> Decoder:
-    module = Decoder(SHAPE)
+def decoder(**changed: Any) -> Decoder:
+    module = Decoder(replace(SHAPE, **changed))
     fill(module)
     return module.double()
 
 
-def alone() -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+def alone(**changed: Any) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     """(what each step gave, weights and biases of routers after all steps)."""
-    module = decoder()
+    module = decoder(**changed)
     loads: list[torch.Tensor] = []
     after_step = module.after_step
 
@@ -120,10 +122,10 @@ def alone() -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     return steps, {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
 
-def plan_of(num_ranks: int, case: Case) -> Plan:
+def plan_of(num_ranks: int, case: Case, **changed: Any) -> Plan:
     parallel, train = case
     body = {
-        "model": {"dim": 32, "num_layers": LAYERS, "num_heads": 4, "num_kv_heads": 4, **KEYS},
+        "model": {"dim": 32, "num_layers": LAYERS, "num_heads": 4, "num_kv_heads": 4, **KEYS, **changed},
         "data": {"seq_len": SEQ_LEN},
         "train": {"global_batch_size": BATCH, **train},
         "parallel": {"ranks": num_ranks, **parallel},
@@ -141,7 +143,9 @@ def error(shard: LogicalShard, reference: torch.Tensor) -> float:
     return worst
 
 
-def errors_of(a_plan: Plan, steps: list[dict[str, Any]], final: dict[str, torch.Tensor]) -> dict[str, float]:
+def errors_of(
+    a_plan: Plan, steps: list[dict[str, Any]], final: dict[str, torch.Tensor], **changed: Any
+) -> dict[str, float]:
     """Trains by plain gradient descent, and compares after every step."""
     errors: dict[str, float] = {}
 
@@ -149,7 +153,7 @@ def errors_of(a_plan: Plan, steps: list[dict[str, Any]], final: dict[str, torch.
         errors[what] = max(errors.get(what, 0.0), value)
 
     with open_mesh(a_plan.layout, device="cpu") as mesh:
-        model = parallelize(decoder(), a_plan, mesh)
+        model = parallelize(decoder(**changed), a_plan, mesh)
         for step, batch in zip(steps, batches(), strict=True):
             mine = {k: v[mesh.data_parallel_rank :: a_plan.layout.data_parallel_size] for k, v in batch.items()}
             size = a_plan.micro_batch_size
@@ -189,6 +193,37 @@ def test_experts_equal_one_process(num_ranks: int, cases: dict[str, Case]) -> No
         wrong = {name: errors for name, errors in found.items() if max(errors.values()) > 1e-12}
         assert not wrong
         assert all({"loss", "norm", "gradient", "weight"} <= set(errors) for errors in found.values())
+
+
+def of_three(rank: int, reference: Any) -> tuple[int, dict[str, float]]:
+    """(elements of experts that this rank holds, errors)."""
+    a_plan = plan_of(2, ({"dp_shard": 2}, {}), num_experts=3)
+    with open_mesh(a_plan.layout, device="cpu") as mesh:
+        shards = parallelize(decoder(num_experts=3), a_plan, mesh).shards()
+    held = sum(shard.num_local for name, shard in shards.items() if ".experts." in name)
+    return held, errors_of(a_plan, *reference, num_experts=3)
+
+
+def test_shards_of_experts_are_even_where_ranks_do_not_divide_their_number() -> None:
+    """A plan says so. With one expert for many ranks all but one would hold nothing."""
+    whole = spread_params(replace(SHAPE, num_experts=3))
+    for held, errors in run_ranks(2, of_three, alone(num_experts=3)):
+        assert held == whole / 2
+        assert max(errors.values()) <= 1e-12
+
+
+def test_biases_move_with_an_update_and_not_with_a_step_that_is_skipped() -> None:
+    with open_mesh(Layout(), device="cpu") as mesh:
+        model = parallelize(decoder(), plan_of(1, ({}, {})), mesh)
+        bias, optimizer = model.module.blocks[0].moe.router.bias, torch.optim.SGD(list(model.parameters()), lr=0.0)
+        before = bias.clone()
+        assert model.finish_step(model.forward_backward(batches()[:1], causal_cross_entropy(7))).usable
+        assert torch.equal(bias, before)  # a guard may still skip it
+        model.update(optimizer)
+        assert sorted(set((bias - before).abs().tolist())) == pytest.approx([0.05])
+        optimizer.step()
+        with pytest.raises(LayoutError, match="biases of routers move after it"):
+            model.forward_backward(batches()[:1], causal_cross_entropy(7))
 
 
 def refused(rank: int) -> list[str]:

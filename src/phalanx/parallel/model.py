@@ -117,6 +117,7 @@ class ParallelModel:
         shape = piece.plan.model_shape
         expected = shape.num_experts > 0 or not shape.is_known
         self._loads = RouterLoads.of(self.module, piece.mesh, piece.phases, expected=expected)
+        piece.trained.watch(self.module.parameters() if self._loads.moves_biases else ())
         self._run: PipelineRun | None = None
         if piece.staged is not None:
             scaled = self._scaled_share
@@ -205,7 +206,8 @@ class ParallelModel:
         context = self._piece.context
         if context is None:
             return self._call_then(batch, then)
-        return context.group.from_last(self._call_then(context.padded(batch), then))
+        with context.padded(batch) as padded:
+            return context.group.from_last(self._call_then(padded, then))
 
     def _call_then(self, batch: Batch, then: Callable[[Any], Any]) -> Any:
         if self._run is not None:
@@ -313,10 +315,12 @@ class ParallelModel:
         return StepSums(loss_sum, num_targets)
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """`optimizer.step()`, after which every rank sees what all ranks updated. Collective."""
+        """`optimizer.step()`, after which every rank sees what all ranks updated, and biases of routers follow what
+        came to experts in the step. Collective."""
         self._piece.trained.require_parts(optimizer)
         optimizer.step()
         self._piece.trained.publish()
+        self._loads.move_biases()
 
     def refresh(self) -> None:
         """After weights were written into `shards()`: what an optimizer has of them elsewhere follows."""
@@ -446,8 +450,6 @@ class ParallelModel:
                 with self.phases("optimizer"):
                     torch._foreach_mul_(gradients, factor)
         facts = StepFacts(loss, int(num_targets), norm, finite, tuple(reduced), sent_bytes, sent_tp_bytes)
-        if finite:
-            self._loads.move_biases()
         if scale is not None:
             facts = replace(facts, loss_scale=scale.scale, scale_adapts=scale.is_dynamic)
             scale.after(finite=finite)

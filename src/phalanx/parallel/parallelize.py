@@ -94,7 +94,6 @@ def parallelize(
             with _in_all_stages(piece):
                 transform.apply(piece)
     materialize()
-    piece.trained.watch()
     return ParallelModel(piece)
 
 

@@ -31,6 +31,11 @@ class RouterLoads:
     phases: Phases
     group: dist.ProcessGroup | None
     found: dict[str, ExpertLoad] = field(default_factory=dict)
+    _is_due: bool = False  # biases have yet to follow `found`
+
+    @property
+    def moves_biases(self) -> bool:
+        return any(getattr(router, "bias", None) is not None for router in self.routers.values())
 
     @classmethod
     def of(cls, module: nn.Module, mesh: Mesh, phases: Phases, *, expected: bool) -> RouterLoads:
@@ -55,9 +60,13 @@ class RouterLoads:
         for name, part in zip(self.routers, every.split([len(part) for part in parts]), strict=True):
             *counts, dropped = part.tolist()
             self.found[name] = ExpertLoad(tuple(map(int, counts)), int(dropped))
+        self._is_due = True
 
     def move_biases(self) -> None:
-        """After a step that is applied."""
+        """After a step that is applied, once: a step that was reduced may be skipped."""
+        if not self._is_due:
+            return
+        self._is_due = False
         for name, router in self.routers.items():
             counts = torch.tensor(self.found[name].counts, dtype=torch.float64, device=self.mesh.device)
             router.move_bias(counts)  # type: ignore[operator]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,9 +114,11 @@ class Trained:
         for part in self.parts.values():
             part.bring_down()
 
-    def watch(self) -> None:
-        """Notice optimizers that update parts: their step alone does not reach the model."""
-        trained, mine = {id(part.trained) for part in self.parts.values()}, weakref.ref(self)
+    def watch(self, others: Iterable[nn.Parameter] = ()) -> None:
+        """Notice optimizers that update parts: their step alone does not reach the model. So it is of `others` where
+        something else of the model moves with them."""
+        mine = weakref.ref(self)
+        trained = {id(self.of(parameter)) for parameter in (*self.parts, *others)}
 
         def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             watched = mine()
@@ -131,7 +133,7 @@ class Trained:
         """Raises LayoutError where an optimizer stepped and the model never saw it."""
         if self._is_behind:
             raise LayoutError(
-                "an optimizer updated this rank's part of the weights, and the model still has the old ones",
-                why="in this layout an optimizer updates a part or a copy of each parameter",
+                "an optimizer updated its part of the model, and the rest has not followed",
+                why="in this layout it has a part or a copy of each parameter, or biases of routers move after it",
                 fix="call model.update(optimizer) in place of optimizer.step()",
             )
