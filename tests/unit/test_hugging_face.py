@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zoo import ZOO, write_config
+from hf_zoo import WIDTHS, ZOO, write_config
 from phalanx.core.errors import LayoutError
 from phalanx.job.foreign import probe_foreign_shape
 from phalanx.mesh.blocks import find_blocks
@@ -119,6 +119,7 @@ def test_the_planner_measures_it_and_says_what_stays_whole(tmp_path: Path) -> No
         (ZOO["llama"] | {"model_type": "llama", "quantization_config": {}}, {}, "quantized"),
         (ZOO["llama"] | {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, {}, "is a Llama"),
         ({"model_type": "resnet"}, {}, "no one image_size"),
+        (ZOO["opt"] | {"model_type": "opt", "layerdrop": 0.1}, {}, "layers at random .layerdrop."),
     ],
 )
 def test_what_cannot_be_built_is_one_line(
@@ -128,6 +129,24 @@ def test_what_cannot_be_built_is_one_line(
     with pytest.raises(LayoutError, match=said) as caught, torch.device("meta"):
         build(f"hf:{tmp_path}", **args)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "said"),
+    [
+        ("gptj", {"rotary_dim": 64}, "the forward of .* fails \\(RuntimeError"),
+        ("bert-generation", {}, "see those after them.*is_decoder = true"),
+        ("cpmant", {"dim_head": 8, "num_attention_heads": 4}, "see those after them"),
+    ],
+)
+def test_what_runs_into_an_error_or_sees_its_targets_is_refused(
+    tmp_path: Path, name: str, more: dict[str, Any], said: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": name, **WIDTHS, **more}))
+    with pytest.raises(LayoutError, match=said):
+        build(f"hf:{tmp_path}")
+    if name == "bert-generation":
+        assert build(f"hf:{tmp_path}", is_decoder=True).training
 
 
 def test_weights_of_a_directory_are_taken_whole_or_refused(tmp_path: Path) -> None:

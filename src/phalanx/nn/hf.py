@@ -19,9 +19,11 @@ from phalanx.core.registry import require, resolve
 from phalanx.job.hugging_face import is_hugging_face, read_config, weights_directory
 from phalanx.nn.hf_head import StandIn, head_output, in_place_of, plain_head
 from phalanx.nn.hf_rules import shard_rules_of
+from phalanx.nn.hf_trial import require_trainable
 from phalanx.nn.objective import HeadOutput
 
 MODELS = "phalanx.nn.models"
+LAYERDROPS = ("layerdrop", "decoder_layerdrop", "encoder_layerdrop")
 FACTS = "shape_facts"  # attribute of a module: what `ModelShape` can be told of it
 
 
@@ -53,7 +55,11 @@ def build(kind: str, **args: Any) -> nn.Module:
         raise LayoutError(
             f"transformers cannot build {kind}", why=f"{type(error).__name__}: {' '.join(str(error).split())}"
         ) from None
-    return _adapt(module, config)
+    adapted = _adapt(module, config)
+    if not any(parameter.is_meta for parameter in adapted.parameters()):
+        reads_images = module.main_input_name == "pixel_values"
+        require_trainable(kind, adapted, getattr(adapted, FACTS), reads_images=reads_images)
+    return adapted
 
 
 def _config(kind: str, values: dict[str, Any], args: dict[str, Any]) -> Any:
@@ -108,6 +114,12 @@ def _auto_class(kind: str, values: dict[str, Any], config: Any) -> Any:
         raise LayoutError(
             f"{kind} asks for an auxiliary loss of its router (output_router_logits), which is not computed",
             fix="set model.args = { output_router_logits = false }",
+        )
+    dropping = next((key for key in LAYERDROPS if getattr(config, key, None)), None)
+    if dropping is not None:
+        raise LayoutError(
+            f"{kind} leaves out layers at random ({dropping}), other ones on each rank, which would wait for these",
+            fix=f"set model.args = {{ {dropping} = 0.0 }}",
         )
     return transformers.AutoModelForCausalLM if is_causal else transformers.AutoModelForImageClassification
 
