@@ -52,15 +52,16 @@ def _sees_later(module: Any, length: int, vocab_size: int) -> bool:
         looked_up.append(output.detach().requires_grad_())  # some models put tokens of their own before a sequence
         return looked_up[-1].clone()  # and some write into it
 
+    tokens = 1 + torch.arange(length)[None] % max(1, (vocab_size or length) - 1)  # 0 may stand for padding
     hook = module.get_input_embeddings().register_forward_hook(note)
-    try:
-        tokens = 1 + torch.arange(length)[None] % max(1, (vocab_size or length) - 1)  # 0 may stand for padding
-        outputs = module(tokens, torch.arange(length)[None])
-    finally:
-        hook.remove()
-    made = getattr(outputs, "hidden_BTD", outputs)
-    if not looked_up or made.shape[:2] != (1, length):
-        return False
-    before = (made[:, :-1] * torch.randn(made.shape[-1])).sum()
-    gradients = torch.autograd.grad(before, looked_up, allow_unused=True)
+    with torch.enable_grad():
+        try:
+            outputs = module(tokens, torch.arange(length)[None])
+        finally:
+            hook.remove()
+        made = getattr(outputs, "hidden_BTD", outputs)
+        if not looked_up or made.shape[:2] != (1, length):
+            return False
+        before = (made[:, :-1] * torch.randn(made.shape[-1])).sum()
+        gradients = torch.autograd.grad(before, looked_up, allow_unused=True)
     return any(g is not None and bool(g[:, -1].nan_to_num().any()) for g in gradients)
