@@ -1,4 +1,4 @@
-"""docs/verified.md: the page has a row for all that is judged, and a short version of its table comes out equal here."""
+"""docs/verified.md has a row for all that is judged, and a short version of its table comes out equal here."""
 
 from __future__ import annotations
 
