@@ -227,3 +227,21 @@ def test_a_device_that_is_not_there_is_refused() -> None:
     assert choose_device("auto", 3) == torch.device("cpu")
     with pytest.raises(EnvironmentProblem, match="no CUDA device"):
         choose_device("cuda", 0)
+
+
+def threads_of_meshes(rank: int) -> list[int]:
+    """How many threads there are after each mesh."""
+    found = []
+    for layout in (Layout(dp_shard=2, tp=2), Layout(pp=2, dp_shard=2), Layout(dp_shard=4, ep=2)) * 2:
+        with open_mesh(layout, device="cpu") as mesh:
+            mesh.stage_group(), mesh.data_parallel_group()
+            mesh.barrier()
+        found.append(len(os.listdir("/proc/self/task")))
+    return found
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="needs Linux's own list of threads")
+def test_a_mesh_that_is_opened_again_costs_no_threads() -> None:
+    """A hundred layouts in one process, as `phalanx verify` has them, came to two thousand threads in each rank."""
+    for found in run_ranks(4, threads_of_meshes):
+        assert found[3:] == found[2:3] * 3

@@ -251,28 +251,40 @@ def open_mesh(
     try:
         device_mesh = _device_mesh(where, layout)
         reducing = _device_mesh(where, layout.reduced) if layout.cp > 1 else None
-        # Where the ranks go on, the groups stay open: DTensor keeps what it knows of a mesh for another one like it.
+        # Where the ranks go on, groups stay open, for DTensor keeps what it knows of a mesh for another one like it; the
+        # next mesh with the same axes gets them again, as each group of gloo has three threads that never rest.
         yield Mesh(layout, rank, local_rank, where, device_mesh, reducing, _expert_mesh(where, layout))
     finally:
         torch.set_num_threads(threads_before)
         if ours and dist.is_initialized():
+            _meshes.clear()
             dist.destroy_process_group()
 
 
 def _device_mesh(device: torch.device, layout: Layout) -> DeviceMesh:
-    shape = tuple(getattr(layout, axis) for axis in AXES)
-    return init_device_mesh(device.type, shape, mesh_dim_names=AXES)
+    return _opened(device.type, tuple(getattr(layout, axis) for axis in AXES), AXES)
 
 
 def _expert_mesh(device: torch.device, layout: Layout) -> DeviceMesh | None:
     if layout.ep == 1:
         return None
     shard = layout.reduced.dp_shard // layout.ep
-    shape, names = (
-        (layout.pp, layout.dp_replicate, shard, layout.ep, layout.tp),
-        ("pp", "dp_replicate", "expert_shard", "ep", "tp"),
-    )
-    return init_device_mesh(device.type, shape, mesh_dim_names=names)
+    shape = (layout.pp, layout.dp_replicate, shard, layout.ep, layout.tp)
+    return _opened(device.type, shape, ("pp", "dp_replicate", "expert_shard", "ep", "tp"))
+
+
+def _opened(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """The mesh of all ranks with these axes; of one process group there is one, however often it is asked for."""
+    if _meshes.get("world") is not dist.group.WORLD:
+        _meshes.clear()
+        _meshes["world"] = dist.group.WORLD
+    key = device_type, shape, names
+    if key not in _meshes:
+        _meshes[key] = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    return _meshes[key]
+
+
+_meshes: dict[Any, Any] = {}  # of the process group "world"
 
 
 def _join(
