@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -20,8 +21,9 @@ def workers(run_dir: Path) -> list[int]:
     for process in psutil.process_iter(["cmdline", "ppid"]):
         if "phalanx.data.worker" in (process.info["cmdline"] or []):
             parent = psutil.Process(process.info["ppid"])
-            if any(str(run_dir.resolve()) in file.path for file in parent.open_files()):
-                found.append((parent.pid, process.pid))
+            with contextlib.suppress(psutil.Error):  # of others' workers
+                if any(str(run_dir.resolve()) in file.path for file in parent.open_files()):
+                    found.append((parent.pid, process.pid))
     return [pid for _, pid in sorted(found)]
 
 

@@ -249,6 +249,8 @@ from phalanx.data.samples import SampleSpec
 batches = TrainBatches(SampleSpec({str(tokens)!r}, {SEQ_LEN}, 3), Share(12, 12), workers=2)
 batches.step_microbatches(1)
 pids = [child.pid for child in psutil.Process().children()]
+while {{psutil.Process(pid).name() for pid in pids}} != {{"phalanx-data"}}:  # their name once they are at work
+    pass
 os.kill(pids[0], signal.SIGSTOP)  # one that could not notice by itself
 print(*pids, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
