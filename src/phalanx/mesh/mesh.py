@@ -251,7 +251,7 @@ def open_mesh(
     try:
         device_mesh = _device_mesh(where, layout)
         reducing = _device_mesh(where, layout.reduced) if layout.cp > 1 else None
-        # Where the ranks go on, groups stay open, for DTensor keeps what it knows of a mesh for another one like it; the
+        # Where ranks go on, groups stay open, for DTensor keeps what it knows of a mesh for another one like it; the
         # next mesh with the same axes gets them again, as each group of gloo has three threads that never rest.
         yield Mesh(layout, rank, local_rank, where, device_mesh, reducing, _expert_mesh(where, layout))
     finally:
