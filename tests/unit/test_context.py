@@ -240,7 +240,7 @@ def test_each_rank_keeps_the_activations_of_its_tokens() -> None:
         ({}, 66, {"cp": 2}, {}, "nearest seq_len: 64 or 68"),
         ({}, 66, {"cp": 4, "cp_load_balance": "none"}, {}, "nearest seq_len: 64 or 68"),
         ({}, 64, {"cp": 4, "cp_attention": "ulysses"}, {}, "nearest: 2, or parallel.cp_attention=ring"),
-        ({"num_kv_heads": 1}, 64, {"cp": 2, "cp_attention": "ulysses"}, {}, "parallel.cp_attention=ring"),
+        ({"num_kv_heads": 1}, 64, {"cp": 2, "cp_attention": "ulysses"}, {}, "needs; set parallel.cp_attention=ring"),
         ({"preset": "vit-l16"}, 64, {"cp": 2}, {}, "reads images"),
         ({"objective": "own:loss"}, 64, {"cp": 2}, {}, "leave model.objective or parallel.cp out"),
         ({}, 64, {"cp": 2, "compress": "bf16"}, {}, "for ddp alone"),

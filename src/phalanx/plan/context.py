@@ -59,7 +59,7 @@ def _require_heads(cp: int, shape: ModelShape, tp: int) -> None:
     legal = [d for d in divisors(kv_heads) if d > 1]
     raise LayoutError(
         f"parallel.cp {cp} does not divide {heads} heads with {kv_heads} key-value heads{of}, as ulysses needs",
-        fix=(f"nearest: {nearest(cp, legal)}, or " if legal else "") + "parallel.cp_attention=ring",
+        fix=(f"nearest: {nearest(cp, legal)}, or " if legal else "set ") + "parallel.cp_attention=ring",
     )
 
 
