@@ -72,6 +72,9 @@ def test_sigterm_saves_and_the_resumed_run_is_the_same(folder: Path) -> None:
     assert f"resume  phalanx train --resume preempted   (newest checkpoint: step-{step})" in stopped.out
     (ended,) = (e.event for e in events(run_dir, RunFinished))
     assert (ended.status, ended.exit_code, ended.step) == ("preempted", 75, step)
+    refused = run("train", "--resume", "preempted", f"train.steps={step - 1}", cwd=folder)
+    assert refused.code == 2
+    assert f"train.steps is {step - 1}, and step {step} is done and saved; set train.steps to more" in refused.problem
     done = run("train", "--resume", "preempted", cwd=folder)
     assert done.code == 0, done.err
     assert loss_curve(run_dir) == loss_curve(folder / "straight")

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from models import CPU
+from models import CPU, shape
 from online_softmax import attention_by_blocks
 from phalanx.core.errors import LayoutError
 from phalanx.job.rank_checks import context_parallel_keys_are_read
@@ -28,6 +28,7 @@ from phalanx.parallel.cp_products import (
     Running,
     kernel_of,
 )
+from phalanx.plan.context import context_parallel_degree
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
@@ -240,7 +241,7 @@ def test_each_rank_keeps_the_activations_of_its_tokens() -> None:
         ({}, 66, {"cp": 2}, {}, "nearest seq_len: 64 or 68"),
         ({}, 66, {"cp": 4, "cp_load_balance": "none"}, {}, "nearest seq_len: 64 or 68"),
         ({}, 64, {"cp": 4, "cp_attention": "ulysses"}, {}, "nearest: 2, or parallel.cp_attention=ring"),
-        ({"num_kv_heads": 1}, 64, {"cp": 2, "cp_attention": "ulysses"}, {}, "parallel.cp_attention=ring"),
+        ({"num_kv_heads": 1}, 64, {"cp": 2, "cp_attention": "ulysses"}, {}, "needs; set parallel.cp_attention=ring"),
         ({"preset": "vit-l16"}, 64, {"cp": 2}, {}, "reads images"),
         ({"objective": "own:loss"}, 64, {"cp": 2}, {}, "leave model.objective or parallel.cp out"),
         ({}, 64, {"cp": 2, "compress": "bf16"}, {}, "for ddp alone"),
@@ -256,6 +257,12 @@ def test_what_cannot_be_is_refused_with_what_can(
     with pytest.raises(LayoutError) as caught:
         make_plan(job, cluster=CPU, vocab_size=None if is_preset else 251)
     assert words in str(caught.value)
+
+
+def test_models_of_hugging_face_are_refused_by_the_plan() -> None:
+    job = Job.model_validate({"model": {"kind": "hf:anywhere"}, "parallel": {"ranks": 2, "cp": 2}})
+    with pytest.raises(LayoutError, match="those of Hugging Face have no such seam"):
+        context_parallel_degree(job, shape(), tp=1)
 
 
 def test_keys_that_nothing_reads_are_told() -> None:

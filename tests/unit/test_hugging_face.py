@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from hf_zoo import WIDTHS, ZOO, write_config
-from phalanx.core.errors import LayoutError
+from phalanx.core.errors import JobError, LayoutError
 from phalanx.job.foreign import probe_foreign_shape
+from phalanx.job.load import load_job
 from phalanx.mesh.blocks import find_blocks
 from phalanx.mesh.linear import brought_rules
 from phalanx.nn.hf import build
@@ -147,6 +148,13 @@ def test_what_runs_into_an_error_or_sees_its_targets_is_refused(
         build(f"hf:{tmp_path}")
     if name == "bert-generation":
         assert build(f"hf:{tmp_path}", is_decoder=True).training
+
+
+def test_a_vocabulary_beside_config_json_is_refused(tmp_path: Path) -> None:
+    """Nothing would read it, and the data's tokens would not fit a model that was told to be larger."""
+    (tmp_path / "config.json").write_text(json.dumps(ZOO["llama"] | {"model_type": "llama"}))
+    with pytest.raises(JobError, match="vocab_size is not read by your own model"):
+        load_job(None, [f"model.kind=hf:{tmp_path}", "model.vocab_size=300"])
 
 
 def test_weights_of_a_directory_are_taken_whole_or_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from phalanx.mesh.mesh import Mesh
 from phalanx.nn.objective import classification_cross_entropy
 from phalanx.nn.probe import describe
 from phalanx.parallel.calling import call_with_batch
+from phalanx.parallel.dp_replicate import _ExposedWait
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.layout import Layout
@@ -200,3 +202,15 @@ def reads_its_weights() -> nn.Module:
 
 def test_a_factory_that_reads_its_weights_is_described_with_weights() -> None:
     assert describe("test_own_models:reads_its_weights", {})["num_params"] == 10
+
+
+@pytest.mark.parametrize(("num_unused", "said"), [(1, "1 parameter had"), (3, "3 parameters had"), (5, "and 2 more;")])
+def test_parameters_without_a_part_in_the_loss_are_counted_and_three_are_named(num_unused: int, said: str) -> None:
+    module = torch.nn.ParameterList(torch.zeros(1) for _ in range(num_unused))
+    plan = SimpleNamespace(data_parallel=SimpleNamespace(unused_parameters="refuse"))
+    piece: Any = SimpleNamespace(phases=None, plan=plan, experts=None, root=SimpleNamespace(module=module))
+    watch = _ExposedWait(piece)
+    watch.arm()
+    with pytest.raises(LayoutError, match=said) as caught:
+        watch.disarm()
+    assert all(f" {name}" in caught.value.what for name in ("0", "1", "2")[:num_unused])

@@ -241,6 +241,17 @@ def test_buffers_are_compared_after_the_weights() -> None:
         assert verdict.errors["buffer"] == pytest.approx(error**0.5 / 3)
 
 
+@pytest.mark.parametrize(("error", "found"), [(0.0, False), (1e-18, True), (math.nan, True)])
+def test_buffers_that_are_all_zero_in_one_process_are_compared(error: float, found: bool) -> None:
+    """The biases of a router that nothing has moved, say: there is no size that an error could be relative to."""
+    trace = traced(sizes={**TRACE.sizes, BUFFERS: {"bias": 0.0}})
+    seen = saw()
+    seen["held"]["bias"] = "all of it"
+    seen["tensors"][BUFFERS] = {"bias": (error, error, 0.0, 0.0)}
+    first = Judge(trace, [seen], tolerance=1e-10, data_parallel_size=1).verdict().first
+    assert (first is not None and (first.what, first.name) == ("buffer", "bias")) is found
+
+
 @pytest.mark.parametrize("loss", [2.6, math.nan])
 def test_an_evaluation_that_differs_is_found_on_its_rank(loss: float) -> None:
     first = first_of(saw(), saw(evaluation=loss))

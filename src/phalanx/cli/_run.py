@@ -104,6 +104,7 @@ def _train(job_file: str | None, overrides: Sequence[str], resume: str | None) -
         if is_finished(run.run_dir, run.job):
             print(f"run     {run.run_dir}: step {run.job.train.steps} is done and saved; nothing to do")
             return ExitCode.OK, run_dir
+        _require_steps_left(run.run_dir, run.job)
         announce(run)
         return _supervised(run, began), run_dir
 
@@ -137,6 +138,16 @@ def is_finished(run_dir: Path, job: Job) -> bool:
     if not told or newest_step(store) < steps:
         return False
     return not job.checkpoint.fallback or not verify_checkpoint(store.folders()[-1])
+
+
+def _require_steps_left(run_dir: Path, job: Job) -> None:
+    saved = newest_step(open_store(run_dir, job.checkpoint.url))
+    if saved > job.train.steps:
+        raise UsageError(
+            f"train.steps is {job.train.steps}, and step {saved} is done and saved",
+            where=str(run_dir),
+            fix=f"set train.steps to more than {saved}",
+        )
 
 
 def _fresh_name(job: Job) -> str:

@@ -42,6 +42,7 @@ from phalanx.verify.row import ROWS, Row
 
 DTYPES = ("float64", "float32")
 DEFAULT_RANKS = 4
+MAX_NAMED = 16  # layouts, of a hundred and more, in a message
 LARGE_PARAMS = 200_000_000  # in float64, a copy per rank and the reference's gradients on disk
 
 
@@ -140,7 +141,8 @@ def _layouts(asked: str, own: dict[str, Any], num_ranks: int, *, has_experts: bo
     wanted = [name.strip() for name in asked.split(",")]
     for name in wanted:
         if name not in known:
-            hint = did_you_mean(name, [*known, "all", "asked"]) or f"one of asked, all, {', '.join(known)}"
+            some = f"asked, all, {', '.join(list(known)[:MAX_NAMED])}, and {max(0, len(known) - MAX_NAMED)} more"
+            hint = did_you_mean(name, [*known, "all", "asked"]) or f"one of {some}: docs/verify.md"
             raise UsageError(f"--layouts: {name!r} is no layout of {num_ranks} ranks", fix=hint)
     return [(name, known[name]) for name in wanted]
 

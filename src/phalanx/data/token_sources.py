@@ -179,7 +179,8 @@ def outside(token: int, vocab_size: int, where: str) -> DataError:
     return DataError(
         f"token {token} does not fit a vocabulary of {vocab_size}",
         where=where,
-        fix="raise model.vocab_size, or leave it out to take what the data needs",
+        fix="raise model.vocab_size, or leave it out to take what the data needs "
+        "(of a Hugging Face model: raise vocab_size in model.args)",
     )
 
 

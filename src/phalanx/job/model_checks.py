@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from phalanx.core.errors import did_you_mean
 from phalanx.job.explain import Finding
+from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.model import DEFAULT_PRESETS, SHAPE_KEYS, shape_of
 from phalanx.job.nearby import divisors_near, multiples_near
 from phalanx.job.presets import find_preset, preset_names
@@ -55,7 +56,7 @@ def preset_is_of_this_kind(job: Job) -> list[Finding]:
 def key_is_read(key: str, job: Job) -> list[Finding]:
     """Nothing if the user did not set `key`, or if the model that they asked for reads it."""
     value = getattr(job.model, key)
-    if value is None or (job.model.is_foreign and key == "vocab_size"):
+    if value is None or (key == "vocab_size" and job.model.is_foreign and not is_hugging_face(job.model.kind)):
         return []
     if job.model.is_foreign:
         return [_finding(key, f"{key} is not read by your own model", "put it in model.args")]

@@ -165,8 +165,10 @@ class _ExposedWait:
         if missing and self._unused is not None:
             self._unused.update(names)
         elif missing:
+            count = "1 parameter" if len(names) == 1 else f"{len(names)} parameters"
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise LayoutError(
-                f"{len(names)} parameters had no part in the loss: {', '.join(names[:3])}",
+                f"{count} had no part in the loss: {', '.join(names[:3])}{more}",
                 fix="freeze them (requires_grad_(False)), use them in every microbatch, or set "
                 "parallel.unused_parameters=allow",
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from phalanx.core.errors import LayoutError
 from phalanx.core.units import format_bytes
+from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.nearby import divisors, multiples_near, nearest
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
@@ -23,6 +24,12 @@ def context_parallel_degree(job: Job, shape: ModelShape, tp: int) -> int:
     if shape.is_known and shape.reads_images:
         raise LayoutError(
             f"parallel.cp {cp} cuts sequences of tokens, and a {shape.kind} reads images", fix="leave parallel.cp out"
+        )
+    if is_hugging_face(job.model.kind):
+        raise LayoutError(
+            f"parallel.cp {cp} needs an attention that asks other ranks for their keys and values, and those of "
+            "Hugging Face have no such seam",
+            fix="leave parallel.cp out, or see docs/context-parallel.md for the seam",
         )
     if job.model.objective is not None:
         raise LayoutError(
@@ -59,7 +66,7 @@ def _require_heads(cp: int, shape: ModelShape, tp: int) -> None:
     legal = [d for d in divisors(kv_heads) if d > 1]
     raise LayoutError(
         f"parallel.cp {cp} does not divide {heads} heads with {kv_heads} key-value heads{of}, as ulysses needs",
-        fix=(f"nearest: {nearest(cp, legal)}, or " if legal else "") + "parallel.cp_attention=ring",
+        fix=(f"nearest: {nearest(cp, legal)}, or " if legal else "set ") + "parallel.cp_attention=ring",
     )
 
 

@@ -58,8 +58,10 @@ class Comparison:
 
     def error(self, kind: str, name: str) -> float:
         square = sum(seen["tensors"][kind].get(name, NO_DOTS)[0] for seen in self.seen)
-        error = square**0.5 / self.trace.scale(kind, name) if square == square else math.inf
-        return max(error, self.gap(kind, name))
+        scale = self.trace.scale(kind, name)
+        if square and (square != square or not scale):  # no number; or all tensors of the set are zero in one process
+            return math.inf
+        return max(square**0.5 / scale if square else 0.0, self.gap(kind, name))
 
     def gap(self, kind: str, name: str) -> float:
         """0 if the blocks of all ranks make the tensor a whole number of times, else how far they are from it."""
