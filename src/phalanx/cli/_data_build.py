@@ -8,12 +8,11 @@ from pathlib import Path
 from phalanx.cli._json import print_json
 from phalanx.cli._progress import ProgressLine
 from phalanx.core.errors import ExitCode
-from phalanx.core.units import MIB, format_bytes, format_count, format_seconds
+from phalanx.core.units import MIB, format_bytes, format_count, format_seconds, plural
 from phalanx.data.build import BuildProgress, build_dataset
 from phalanx.data.dataset import Dataset
 from phalanx.data.train_tokenizer import TrainingProgress, train_tokenizer
 from phalanx.report.dataset_page import left_out
-from phalanx.report.words import plural
 
 
 def build(

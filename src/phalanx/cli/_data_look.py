@@ -10,11 +10,10 @@ from phalanx.cli._output import without_secrets
 from phalanx.cli._progress import ProgressLine
 from phalanx.core.errors import DataError, ExitCode
 from phalanx.core.files import resource_error, write_bytes_atomic
-from phalanx.core.units import format_bytes, format_count
+from phalanx.core.units import format_bytes, format_count, plural
 from phalanx.data.dataset import open_dataset, read_manifest, verify_dataset
 from phalanx.data.stats import DatasetStats, LengthBin, measure
 from phalanx.report.dataset_page import part_words, range_words, render
-from phalanx.report.words import plural
 
 BAR_CELLS = 40
 _EIGHTHS = " ▏▎▍▌▋▊▉"

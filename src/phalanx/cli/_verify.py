@@ -13,7 +13,7 @@ from phalanx.cli._arguments import split_arguments
 from phalanx.cli._json import print_json, printing_json
 from phalanx.core.errors import ExitCode, LayoutError, PhalanxError, UsageError, did_you_mean
 from phalanx.core.registry import is_foreign
-from phalanx.core.units import format_count
+from phalanx.core.units import format_count, plural
 from phalanx.data.prepare import prepare_corpus
 from phalanx.job.foreign import foreign_shape
 from phalanx.job.hugging_face import preloaded
@@ -24,7 +24,6 @@ from phalanx.job.schema import Job
 from phalanx.launch.paths import next_attempt
 from phalanx.launch.supervisor import LaunchSpec, Outcome, supervise
 from phalanx.observe.bus import Bus
-from phalanx.observe.words import plural
 from phalanx.plan.cluster import detect_cluster
 from phalanx.plan.plan import Plan
 from phalanx.verify.cases import (

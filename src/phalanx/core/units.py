@@ -44,3 +44,8 @@ def format_seconds(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} m {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} m"
+
+
+def plural(number: int, noun: str, nouns: str = "") -> str:
+    """A number and what it counts: '1 rank', '2 ranks', '1,500 steps'. `nouns`: of many, where an s is not enough."""
+    return f"{number:,} {noun if number == 1 else nouns or f'{noun}s'}"

@@ -24,19 +24,21 @@ def experts_can_be_spread(job: Job) -> list[Finding]:
     if job.model.is_foreign:
         return [finding("parallel.ep", f"ep {ep} {FOREIGN[0]}", FOREIGN[1])]
     shape = shape_or_none(job)
-    wrong = None if shape is None else misfit(ep, shape)
+    found = ranks_for_experts(job)
+    wrong = None if shape is None else misfit(ep, shape, found[0] if found else None)
     return [finding("parallel.ep", *wrong)] if wrong is not None else []
 
 
-def misfit(ep: int, shape: ModelShape) -> tuple[str, str] | None:
-    """What is wrong with so many ranks for a model's experts, and what to do."""
+def misfit(ep: int, shape: ModelShape, num_ranks: int | None = None) -> tuple[str, str] | None:
+    """What is wrong with so many ranks for a model's experts, and what to do. `num_ranks`: those that experts can be
+    spread over, where that is known."""
     if not shape.is_known:
         return f"ep {ep} {FOREIGN[0]}", FOREIGN[1]
     if not shape.num_experts:
         return f"ep {ep} spreads experts over ranks, and the model has none", "set model.num_experts, or remove it"
     if shape.num_experts % ep:
         what = f"ep {ep} does not divide the {shape.num_experts} experts"
-        return what, f"nearest: {nearest(ep, divisors(shape.num_experts))}"
+        return what, f"nearest: {nearest(ep, divisors(math.gcd(shape.num_experts, num_ranks or 0)))}"
     return None
 
 

@@ -95,18 +95,18 @@ def _auto_class(kind: str, values: dict[str, Any], config: Any) -> Any:
     model_type = values["model_type"]
     is_causal = model_type in known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     is_image = model_type in known.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
+    is_encoder = model_type in known.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
+    if getattr(config, "is_encoder_decoder", False) or not (is_causal or is_image) or (is_encoder and is_causal):
+        raise LayoutError(
+            f"{kind} is a {model_type}, which is no causal language model and no image classifier",
+            fix="write a factory of your own and an objective: docs/own-code.md",
+        )
     told = [str(name) for name in values.get("architectures") or ()]
     wanted = ("ForCausalLM", "LMHeadModel", "ForImageClassification")
     if told and not told[0].endswith(wanted):
         raise LayoutError(
             f"{kind} is a {told[0]}, and causal language models and image classifiers are trained",
             fix="take architectures out of config.json to train it as one, if it can be",
-        )
-    is_encoder = model_type in known.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
-    if getattr(config, "is_encoder_decoder", False) or not (is_causal or is_image) or (is_encoder and is_causal):
-        raise LayoutError(
-            f"{kind} is a {model_type}, which is no causal language model and no image classifier",
-            fix="write a factory of your own and an objective: docs/own-code.md",
         )
     if "quantization_config" in values:
         raise LayoutError(f"{kind} is quantized, and quantized weights are not trained")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from phalanx.core.units import format_bytes, format_count, format_seconds
+from phalanx.core.units import format_bytes, format_count, format_seconds, plural
 from phalanx.observe import events
 from phalanx.observe.events import Envelope, EvalFinished
 from phalanx.observe.units import TEXT, Units
@@ -17,11 +17,6 @@ def printable(text: str, limit: int = 2000) -> str:
     text = text.rstrip()
     line = "".join(letter if letter.isprintable() else " " for letter in text[:limit])
     return line if len(text) <= limit else line[:-1] + "…"
-
-
-def plural(number: int, noun: str) -> str:
-    """ "1 rank", "2 ranks"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _squeezed(text: str, limit: int) -> str:

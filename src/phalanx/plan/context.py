@@ -9,6 +9,7 @@ from phalanx.job.nearby import divisors, multiples_near, nearest
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.plan.memory import Workload, of_one_rank
+from phalanx.plan.rules import heads_of
 
 
 def load_balance(job: Job) -> str:
@@ -65,7 +66,7 @@ def _require_heads(cp: int, shape: ModelShape, tp: int) -> None:
     of = f" on each of the {tp} ranks of tp" if tp > 1 else ""
     legal = [d for d in divisors(kv_heads) if d > 1]
     raise LayoutError(
-        f"parallel.cp {cp} does not divide {heads} heads with {kv_heads} key-value heads{of}, as ulysses needs",
+        f"parallel.cp {cp} does not divide {heads_of(heads, kv_heads)}{of}, as ulysses needs",
         fix=(f"nearest: {nearest(cp, legal)}, or " if legal else "set ") + "parallel.cp_attention=ring",
     )
 

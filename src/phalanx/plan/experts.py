@@ -27,12 +27,12 @@ def expert_parallel_degree(job: Job, shape: ModelShape, num_ranks: int) -> int:
     ep = job.parallel.ep or 1
     if ep == 1:
         return 1
-    wrong = misfit(ep, shape)
+    size, called = ranks_for_experts(job, num_ranks) or (num_ranks, f"the {num_ranks} ranks")
+    wrong = misfit(ep, shape, size)
     if wrong is not None:
         raise LayoutError(f"parallel.{wrong[0]}", fix=wrong[1])
     for found in experts_can_do_it.run(job):
         raise LayoutError(f"{'.'.join(map(str, found.path))}: {found.what}", fix=found.fix)
-    size, called = ranks_for_experts(job, num_ranks) or (num_ranks, f"the {num_ranks} ranks")
     if size % ep:
         legal = divisors(math.gcd(size, shape.num_experts))
         raise LayoutError(f"parallel.ep {ep} does not divide {called}", fix=f"nearest: {nearest(ep, legal)}")

@@ -16,7 +16,7 @@ from phalanx.plan.coverage import check_rules
 from phalanx.plan.layout import fill_layout
 from phalanx.plan.pipeline.asked import Asked, split_share
 from phalanx.plan.replaced import require_fitting
-from phalanx.plan.rules import legal_degrees
+from phalanx.plan.rules import heads_of, legal_degrees
 from phalanx.plan.work import cuts_sequence
 
 MAX_CPU_RANKS = 8
@@ -119,7 +119,7 @@ def tensor_parallel_degree(job: Job, shape: ModelShape) -> int:
     legal = legal_degrees(shape.num_heads, shape.num_kv_heads)
     if tp not in legal:
         raise LayoutError(
-            f"parallel.tp {tp} does not divide {shape.num_heads} heads with {shape.num_kv_heads} key-value heads",
+            f"parallel.tp {tp} does not divide {heads_of(shape.num_heads, shape.num_kv_heads)}",
             fix=f"nearest: {nearest(tp, legal)}",
         )
     if job.parallel.sequence_parallel and shape.reads_images:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from phalanx.core.errors import LayoutError, did_you_mean
+from phalanx.core.units import plural
 from phalanx.job.shape import ModelShape
 
 Kind = Literal["column", "row", "vocab", "region", "sequence", "partial", "replicate"]
@@ -136,6 +137,11 @@ def legal_degrees(num_heads: int, num_kv_heads: int) -> list[int]:
     """The degrees of tp that attention with so many heads can have, in ascending order."""
     degrees = [tp for tp in range(1, num_heads + 1) if num_heads % tp == 0]
     return [tp for tp in degrees if num_kv_heads % tp == 0 or tp % num_kv_heads == 0]
+
+
+def heads_of(num_heads: int, num_kv_heads: int) -> str:
+    """What attention has, for messages: '4 heads with 2 key-value heads'."""
+    return f"{plural(num_heads, 'head')} with {plural(num_kv_heads, 'key-value head')}"
 
 
 def _nearest(wanted: int, legal: list[int]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from phalanx.core.units import format_count
+from phalanx.core.units import format_count, plural
 from phalanx.job.schema import Job
 from phalanx.plan.pipeline.measured import total_s
 from phalanx.plan.pipeline.parts import parts_of
@@ -100,12 +100,12 @@ def _few_batchnorm_samples(job: Job, plan: Plan, data: DataFacts | None) -> str 
         return None
     if not plan.sync_batchnorm and ranks > 1:
         return (
-            f"{_plural(norms, 'BatchNorm layer')} see {micro} samples each, not the {micro * ranks} of all {ranks} "
+            f"{plural(norms, 'BatchNorm layer')} see {micro} samples each, not the {micro * ranks} of all {ranks} "
             "ranks, and keep rank 0's running statistics: results follow the layout; leave parallel.sync_batchnorm on"
         )
     if micro * ranks < FEW_STATISTICS:
         return (
-            f"{_plural(norms, 'BatchNorm layer')} normalise over {micro * ranks} of {plan.global_batch_size} samples: "
+            f"{plural(norms, 'BatchNorm layer')} normalise over {micro * ranks} of {plan.global_batch_size} samples: "
             "their statistics will be noisy; raise train.micro_batch_size or change the norm"
         )
     return None
@@ -120,7 +120,7 @@ def _dropout(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     if plan.dropout == "global":
         fix = "what is compiled and recomputed draws as torch does: set train.compile=false or train.recompute=none"
     return (
-        f"{_plural(layers, 'dropout layer')} draw on each of {ranks} ranks: a run repeats itself, and another "
+        f"{plural(layers, 'dropout layer')} draw on each of {ranks} ranks: a run repeats itself, and another "
         f"number of ranks draws other masks; {fix}"
     )
 
@@ -184,7 +184,7 @@ def _evaluated_at_the_end_only(job: Job, plan: Plan, data: DataFacts | None) -> 
     every, steps = job.eval.every_steps, job.train.steps
     if every is None or every <= steps:
         return None
-    return f"eval.every_steps={every} never comes in {_plural(steps, 'step')}: only the end is evaluated"
+    return f"eval.every_steps={every} never comes in {plural(steps, 'step')}: only the end is evaluated"
 
 
 def _saves_never_come(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
@@ -193,7 +193,7 @@ def _saves_never_come(job: Job, plan: Plan, data: DataFacts | None) -> str | Non
     if every is None or every <= steps:
         return None
     what = "only the end is saved" if job.checkpoint.at_end else "nothing is saved, checkpoint.at_end being false"
-    return f"checkpoint.every_steps={every} never comes in {_plural(steps, 'step')}: {what}"
+    return f"checkpoint.every_steps={every} never comes in {plural(steps, 'step')}: {what}"
 
 
 def _fp32_on_gpu(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
@@ -264,10 +264,6 @@ def epoch_ends(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
         f"{samples:,} samples make {samples // batch:,} batches of {batch} and {rest} over: nothing is dropped, the "
         f"batch that ends an epoch takes its other {batch - rest} from the next"
     )
-
-
-def _plural(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _is_samples(job: Job, data: DataFacts | None) -> bool:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.resources import files
 
-from phalanx.core.units import format_bytes, format_count
+from phalanx.core.units import format_bytes, format_count, plural
 from phalanx.data.dataset import Dataset, Manifest
 from phalanx.data.stats import DatasetStats
 from phalanx.report.markup import Html, table, tag
 from phalanx.report.scales import Scale, scale_for, tick_texts
-from phalanx.report.words import plural
 
 _SIZE = 1000  # of the SVG's own coordinates, both ways
 _GAP = 0.08  # between columns, as a part of one

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from phalanx.core.units import plural
 from phalanx.report import words
 from phalanx.report.charts import LineChart, Reference, Series, legend, line_chart
 from phalanx.report.curves import restarts, x_range
@@ -57,7 +58,7 @@ def _verdict(experts: ExpertFacts) -> str:
     idle = sum(tokens.count(0) for tokens in experts.tokens.values())
     said = f"At step {experts.step:,} the busiest is expert {busiest} of {name}, with {over[name]:.2f} times the mean."
     if idle:
-        said += f" {words.plural(idle, 'expert')} got nothing."
+        said += f" {plural(idle, 'expert')} got nothing."
     share = experts.newest_dropped_share
     if share > 0:
         said += f" {100 * share:.2g} % of the choices were dropped: their experts were full."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from phalanx.core.units import plural
 from phalanx.report import words
 from phalanx.report.facts import RunFacts
 from phalanx.report.markup import Html, tag
@@ -42,7 +43,7 @@ def _when(facts: RunFacts) -> str:
 def _keys(facts: RunFacts) -> list[tuple[str, str, str]]:
     steps = facts.steps
     done = f"{facts.last_step:,}" + (f" / {facts.total_steps:,}" if facts.total_steps is not None else "")
-    redone = f"{words.plural(facts.num_redone, 'step')} done again" if facts.num_redone else ""
+    redone = f"{plural(facts.num_redone, 'step')} done again" if facts.num_redone else ""
     held_out, against = _held_out(facts)
     is_measured = math.isfinite(facts.tokens_per_s)
     rate = f"{words.count(facts.tokens_per_s)} {facts.units.rate}" if is_measured else words.NOT_MEASURED

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from phalanx.core.units import plural
 from phalanx.observe.units import TEXT, Units
 from phalanx.report import memory, words
 from phalanx.report.charts import legend
@@ -34,7 +35,7 @@ def _summary(plan: dict[str, Any], units: Units) -> str:
     if all(math.isfinite(value) for value in batch):
         length = f" of {seq_len:,.0f} tokens" if math.isfinite(seq_len) and units == TEXT else ""
         noun = "sequences" if units == TEXT else "samples"
-        each, micro = words.plural(int(batch[1]), "micro-batch").replace("batchs", "batches"), f"{batch[2]:,.0f}"
+        each, micro = plural(int(batch[1]), "micro-batch", "micro-batches"), f"{batch[2]:,.0f}"
         whole = f"{batch[0]:,.0f} {noun}{length}"
         said.append(f"Each step takes {whole}: {each} of {micro} {noun} on each data-parallel share.")
     parameters, flops = as_number(plan.get("num_params")), as_number(plan.get("flops_per_token"))
@@ -47,7 +48,7 @@ def _summary(plan: dict[str, Any], units: Units) -> str:
 
 def _ranks(plan: dict[str, Any]) -> str:
     ranks = as_number(plan.get("world_size"))
-    return words.plural(int(ranks), "rank") if math.isfinite(ranks) else "Ranks not recorded,"
+    return plural(int(ranks), "rank") if math.isfinite(ranks) else "Ranks not recorded,"
 
 
 def _how(plan: dict[str, Any]) -> str:

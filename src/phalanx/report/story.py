@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from phalanx.core.units import plural
 from phalanx.observe import events
 from phalanx.observe.events import Envelope
 from phalanx.observe.words import describe
@@ -36,7 +37,7 @@ def story_section(facts: RunFacts) -> Html:
         body: list[Html | None] = [tag("p", "Nothing has been recorded yet.", class_="note")]
     else:
         rows = [_row(envelope, facts) for envelope in shown]
-        note = f"{words.plural(num_left_out, 'event')} in between left out; all are in RUN/events."
+        note = f"{plural(num_left_out, 'event')} in between left out; all are in RUN/events."
         body = [
             table(["time", "who", "what"], rows, css_class="top"),
             tag("p", note, class_="note") if num_left_out else None,
@@ -73,9 +74,7 @@ def _plain(envelope: Envelope) -> str:
     """Events the console has no words for."""
     event = envelope.event
     if isinstance(event, events.RanksStarted):
-        return f"started {words.plural(len(event.pids), 'process').replace('processs', 'processes')}" + (
-            f" in {words.seconds(event.start_s)}"
-        )
+        return f"started {plural(len(event.pids), 'process', 'processes')}" + (f" in {words.seconds(event.start_s)}")
     if isinstance(event, events.Note):
         if event.code == "warning" and isinstance(event.facts.get("text"), str):
             return f"warning: {event.facts['text']}"[:MAX_NOTE]
@@ -149,7 +148,7 @@ def files_section(facts: RunFacts) -> Html:
     problems = [*facts.problems]
     if facts.num_unreadable:
         problems.append(
-            f"{words.plural(facts.num_unreadable, 'line')} of the event files could not be read (torn, or written by"
+            f"{plural(facts.num_unreadable, 'line')} of the event files could not be read (torn, or written by"
             " another release) and are not counted"
         )
     return tag(
@@ -158,6 +157,6 @@ def files_section(facts: RunFacts) -> Html:
         tag("p", "Run directory: ", tag("code", str(facts.run_dir.resolve()))),
         table(["in the run directory", "holds", ""], rows),
         [tag("p", problem, ".", class_="note warning") for problem in problems],
-        tag("p", f"Made from {words.plural(facts.num_events, 'event')}.", class_="note"),
+        tag("p", f"Made from {plural(facts.num_events, 'event')}.", class_="note"),
         id="files",
     )

@@ -83,7 +83,3 @@ def layout(degrees: dict[str, Any]) -> str:
         return "not recorded"
     wide = [f"{axis}={degree}" for axis, degree in degrees.items() if degree != 1]
     return " x ".join(wide) or "one rank"
-
-
-def plural(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from phalanx.core.units import format_bytes
+from phalanx.core.units import format_bytes, plural
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.plan.memory import Workload, of_one_rank
@@ -87,10 +87,6 @@ def sent_per_step(here: ModelShape, work: Workload, pipeline: Pipeline, rank: in
     neighbours = [stage + d for stage in pipeline.stages_of(rank) for d in (-1, 1)]
     others = sum(0 <= stage < len(owners) and owners[stage] != rank for stage in neighbours)
     return others * work.num_microbatches * sent_bytes(here, work)
-
-
-def plural(number: int, noun: str, nouns: str = "") -> str:
-    return f"{number} {noun if number == 1 else nouns or f'{noun}s'}"
 
 
 def listed(counts: Sequence[int]) -> str:
