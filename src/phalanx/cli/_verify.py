@@ -34,6 +34,7 @@ from phalanx.verify.cases import (
     compressed_layouts,
     judged_job,
     make_cases,
+    not_judged,
     shrunk,
 )
 from phalanx.verify.pipelines import num_blocks_for
@@ -61,10 +62,11 @@ class Request:
 def verify(request: Request) -> int:
     """The verb. Raises PhalanxError for what a user can mend; returns the exit code."""
     with printing_json(request.as_json):
-        job, cases, notes = _choose(request)
+        job, cases, notes, beside = _choose(request)
         if not request.as_json:
-            print("\n".join(notes))
-        table = Table(request.as_json)
+            for line in [*notes, *(f"not judged: {text}" for text in beside)]:
+                print(line)
+        table = Table(request.as_json, beside)
         for case in cases:
             if case.plan is None:
                 table.add(_row_of(job, case, "", refused=case.refused))
@@ -81,8 +83,8 @@ def verify(request: Request) -> int:
     return table.exit_code(asked=request.layouts != "all")
 
 
-def _choose(request: Request) -> tuple[Job, list[Case], list[str]]:
-    """(the job as it is judged, its layouts, lines about what is judged)."""
+def _choose(request: Request) -> tuple[Job, list[Case], list[str], list[str]]:
+    """(the job as it is judged, its layouts, lines about what is judged, what of the job is not)."""
     job_file, overrides = split_arguments(list(request.arguments))
     if request.model is not None:
         key = "kind" if is_foreign(request.model) else "preset"
@@ -95,7 +97,7 @@ def _choose(request: Request) -> tuple[Job, list[Case], list[str]]:
     if request.shrink:
         job, said = shrunk(job, num_blocks=num_blocks_for(keys for _, keys in layouts))
         notes.append(f"shrunk  {said or 'nothing: it is small'}")
-    job = judged_job(job, num_ranks)
+    job, beside = judged_job(job, num_ranks), not_judged(job)
     shape = foreign_shape(job)
     num_params = (shape or shape_of(job, SMALL_VOCAB)).num_params
     if num_params > LARGE_PARAMS:
@@ -111,7 +113,7 @@ def _choose(request: Request) -> tuple[Job, list[Case], list[str]]:
             f"judged  {_model_name(job)}, {plan.num_params:,} parameters, on {plural(num_ranks, 'cpu rank')}: "
             f"{plural(request.steps, 'step')} of {plan.global_batch_size} samples in {_in_microbatches(plans)}"
         )
-    return job, cases, notes
+    return job, cases, notes, beside
 
 
 def _in_microbatches(plans: Sequence[Plan]) -> str:
@@ -130,20 +132,19 @@ def _listed(numbers: Iterable[int]) -> str:
 
 
 def _layouts(asked: str, own: dict[str, Any], num_ranks: int, *, has_experts: bool) -> list[tuple[str, dict[str, Any]]]:
-    """By name: "asked" is the job's own, "all" every one of these ranks that can be meant for the model, else names of
-    those with commas between."""
-    if asked == "asked":
-        return [("asked", own)]
-    if asked == "all":
-        return [*all_layouts(num_ranks, experts=has_experts), *compressed_layouts(num_ranks)]
+    """By name, with commas between: "asked" is the job's own, "all" every one of these ranks that can be meant for the
+    model. Each once."""
+    every = [*all_layouts(num_ranks, experts=has_experts), *compressed_layouts(num_ranks)]
     known = dict([*all_layouts(num_ranks, experts=True), *compressed_layouts(num_ranks)])
-    wanted = [name.strip() for name in asked.split(",")]
-    for name in wanted:
-        if name not in known:
-            some = f"asked, all, {', '.join(list(known)[:MAX_NAMED])}, and {max(0, len(known) - MAX_NAMED)} more"
+    chosen: dict[str, dict[str, Any]] = {}
+    for name in (name.strip() for name in asked.split(",")):
+        if name not in (*known, "all", "asked"):
+            more = f", and {left} more" if (left := len(known) - MAX_NAMED) > 0 else ""
+            some = f"asked, all, {', '.join(list(known)[:MAX_NAMED])}{more}"
             hint = did_you_mean(name, [*known, "all", "asked"]) or f"one of {some}: docs/verify.md"
-            raise UsageError(f"--layouts: {name!r} is no layout of {num_ranks} ranks", fix=hint)
-    return [(name, known[name]) for name in wanted]
+            raise UsageError(f"--layouts: {name!r} is no layout of {plural(num_ranks, 'rank')}", fix=hint)
+        chosen |= dict(every) if name == "all" else {name: own if name == "asked" else known[name]}
+    return list(chosen.items())
 
 
 def _product(parallel: dict[str, Any]) -> int:
@@ -236,15 +237,17 @@ class _Rows:
 class Table:
     """Prints rows as they come, but for those that are refused, and remembers what they say."""
 
-    def __init__(self, as_json: bool) -> None:
-        self._as_json = as_json
+    def __init__(self, as_json: bool, beside: Sequence[str] = ()) -> None:
+        self._as_json, self._beside = as_json, beside
         self.rows: list[dict[str, Any]] = []
         self._refused: list[dict[str, Any]] = []
 
     def add(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
         if self._as_json:
-            print_json("verify-row", row)
+            print_json(
+                "verify-row", {**row, "notes": [*row["notes"], *(f"not judged: {text}" for text in self._beside)]}
+            )
             return
         if row["ok"] is None:
             self._refused.append(row)

@@ -15,6 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
+from phalanx.nn.hf_experts import batched_products
 from phalanx.nn.objective import HeadOutput
 
 
@@ -57,27 +58,13 @@ def plain_head(module: Any) -> str:
         return ""
     modes = [(part, part.training) for part in module.modules()]
     try:
-        with _experts_without_a_kernel(module):
+        with batched_products(module):
             return names[0] if all(_returns_its_output(module.train(mode), names[0]) for mode in (True, False)) else ""
     except Exception:  # of transformers, for something that needs numbers
         return ""
     finally:
         for part, is_training in modes:
             part.training = is_training
-
-
-@contextmanager
-def _experts_without_a_kernel(module: Any) -> Iterator[None]:
-    """torch's grouped product refuses float32 of tensors without numbers, whatever it does with others."""
-    own = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    if own is None:
-        yield
-        return
-    module.set_experts_implementation("batched_mm")
-    try:
-        yield
-    finally:
-        module.set_experts_implementation(own)
 
 
 def _returns_its_output(module: Any, name: str) -> bool:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 
 from phalanx.core.errors import LayoutError
-from phalanx.job.nearby import divisors, divisors_near, nearest
+from phalanx.core.units import plural
+from phalanx.job.nearby import divisors, divisors_near, multiples_near, nearest
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.plan.cluster import Cluster
@@ -99,14 +100,16 @@ def _require_degrees_divide(job: Job, ranks: int) -> None:
         return
     tp = job.parallel.tp or 1
     if ranks % tp:
-        legal = [d for d in divisors(ranks) if d > 1]
-        raise LayoutError(f"parallel.tp {tp} does not divide the {ranks} ranks", fix=f"nearest: {nearest(tp, legal)}")
+        near = [f"nearest: {nearest(tp, legal)}"] if (legal := [d for d in divisors(ranks) if d > 1]) else []
+        fix = ", or ".join([*near, f"parallel.ranks={multiples_near(ranks, tp)}"])
+        raise LayoutError(f"parallel.tp {tp} does not divide the {plural(ranks, 'rank')}", fix=fix)
     for name, degree in (("dp_replicate", job.parallel.dp_replicate), ("dp_shard", job.parallel.dp_shard)):
         if degree and ranks // tp % degree:
+            left = plural(ranks // tp, "rank")
             raise LayoutError(
-                f"parallel.{name} {degree} does not divide the {ranks // tp} ranks"
-                + (" of each of tp" if tp > 1 else ""),
-                fix=f"nearest: {divisors_near(ranks // tp, degree)}",
+                f"parallel.{name} {degree} does not divide the {left}{f', what tp leaves of {ranks}' * (tp > 1)}",
+                fix=f"nearest: {divisors_near(ranks // tp, degree)}, or "
+                f"parallel.ranks={multiples_near(ranks, tp * degree)}",
             )
 
 

@@ -52,7 +52,7 @@ def judged_job(job: Job, num_ranks: int) -> Job:
     body["train"] |= {
         "global_batch_size": rows_per_rank * num_ranks * pipelines.batch_factor(job.parallel, rows_per_rank),
         "micro_batch_size": None,
-        "compile": False,
+        "compile": job.train.compile,
     }
     body["precision"]["compute"] = "fp32"
     body["optim"]["lr_scaling"] = "none"
@@ -61,6 +61,13 @@ def judged_job(job: Job, num_ranks: int) -> Job:
         length, chunks = min(job.data.seq_len, MAX_SEQ_LEN), 2 * num_ranks
         body["data"]["seq_len"] = length - length % chunks if length >= chunks else length  # any cp can cut it
     return _job(body)
+
+
+def not_judged(job: Job) -> list[str]:
+    """What `judged_job` leaves out of a job that asks for it."""
+    precision, train = job.precision.compute, job.train.compile
+    found = [f"precision.compute={precision}: layouts are judged in float64 and float32"] if precision != "fp32" else []
+    return found + (["train.compile: modules are judged as they are written"] if train else [])
 
 
 def shrunk(job: Job, *, num_blocks: int = 2) -> tuple[Job, str]:

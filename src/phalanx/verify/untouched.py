@@ -15,6 +15,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.job.schema import Job
 from phalanx.mesh.logical import module_shards
 from phalanx.nn.build import build_model
+from phalanx.nn.hf_experts import use_batched_products
 from phalanx.plan.plan import Plan
 from phalanx.verify.masks import Definition
 from phalanx.verify.reference import Batch, LossSum, forward_order
@@ -40,16 +41,19 @@ class Probe:
 def build_untouched(job: Job, plan: Plan, dtype: str, *, materialize: bool) -> tuple[nn.Module, tuple[str, ...]]:
     """The job's module in `dtype`, in training mode, without dropout that each rank draws; and what was done to it."""
     module = build_model(job, plan.model_shape).to(getattr(torch, dtype))
+    done: tuple[str, ...] = ()
+    if dtype == "float64" and use_batched_products(module):
+        done = ("experts are computed by batched products: torch's grouped one has no float64",)
     num_dropped = switch_off_dropout(module) if plan.dropout == "local" else 0
     if materialize and any(p.is_meta for p in module.parameters()):
         module.to_empty(device="cpu")
         shards, _ = module_shards(module)
         with torch.no_grad():
             module.initialize(shards, job.run.seed)  # type: ignore[operator]
-    if not num_dropped:
-        return module, ()
-    layers = f"{num_dropped} dropout layers are" if num_dropped > 1 else "1 dropout layer is"
-    return module, (f"{layers} switched off: with parallel.dropout=local what they draw depends on the layout",)
+    if num_dropped:
+        layers = f"{num_dropped} dropout layers are" if num_dropped > 1 else "1 dropout layer is"
+        done += (f"{layers} switched off: with parallel.dropout=local what they draw depends on the layout",)
+    return module, done
 
 
 def switch_off_dropout(module: nn.Module) -> int:

@@ -1,0 +1,39 @@
+"""How Hugging Face models compute their experts: by torch's grouped product, or by batched ones of any dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+BATCHED, GROUPED = "batched_mm", "grouped_mm"
+
+
+def use_batched_products(module: nn.Module) -> bool:
+    """From now on by batched products: the grouped one has no float64. False if no part of it uses that one."""
+    parts = [part for part in module.modules() if _implementation(part) == GROUPED]
+    for part in parts:
+        part.set_experts_implementation(BATCHED)  # type: ignore[operator]
+    return bool(parts)
+
+
+@contextmanager
+def batched_products(module: Any) -> Iterator[None]:
+    """The grouped product refuses float32 of tensors without numbers, whatever it does with others."""
+    own = _implementation(module)
+    if own is None:
+        yield
+        return
+    module.set_experts_implementation(BATCHED)
+    try:
+        yield
+    finally:
+        module.set_experts_implementation(own)
+
+
+def _implementation(module: nn.Module) -> str | None:
+    if not hasattr(module, "set_experts_implementation"):
+        return None
+    return getattr(getattr(module, "config", None), "_experts_implementation", None)
