@@ -114,7 +114,19 @@ JUDGED = (
     Judged("vision transformer", 4, SOME, ("--shrink", "--model=small-vit")),
     *(
         Judged(f"Hugging Face: {name}", 2, OF_EACH_KIND, ("--model", f"hf:{name}"), place=str(HF_CONFIGS))
-        for name in ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gpt2", "phi", "vit")
+        for name in (
+            "llama",
+            "qwen2",
+            "qwen3",
+            "mistral",
+            "gemma",
+            "gemma2",
+            "gpt2",
+            "phi",
+            "vit",
+            "mixtral",
+            "qwen3_moe",
+        )
     ),
     Judged(
         "convolutions and BatchNorm, own", 4, "ddp,zero2,zero3,hsdp2x2-zero3", ("job.toml",), place="examples/digits"

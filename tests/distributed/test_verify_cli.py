@@ -67,6 +67,18 @@ def test_the_default_job_is_equal_and_says_so(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # nothing is left behind
 
 
+@pytest.mark.long
+def test_a_job_that_compiles_is_judged_compiled_and_what_is_not_judged_is_said(tmp_path: Path) -> None:
+    layouts = ("--shrink", "--ranks", "2", "--layouts", "ddp,tp2,ddp,cp2", "--steps", "2", "--json")
+    done = run("verify", *layouts, "train.compile=true", "precision.compute=bf16", cwd=tmp_path)
+    rows = rows_of(done.out)
+    judged = [(row["layout"], row["dtype"], row["ok"]) for row in rows if row["ok"] is not None]
+    assert judged == [(name, dtype, True) for dtype in ("float64", "float32") for name in ("ddp", "tp2")], done.err
+    assert {row["layout"]: "train.compile" in str(row["refused"]) for row in rows if row["ok"] is None} == {"cp2": True}
+    said = "not judged: precision.compute=bf16: layouts are judged in float64 and float32"
+    assert all(said in row["notes"] for row in rows)
+
+
 def test_a_module_that_computes_something_else_per_rank_is_exit_11_and_named(tmp_path: Path) -> None:
     own(tmp_path)
     done = run("verify", "model.kind=own:build", "model.args={by_rank = 1}", "--ranks", "2", "--json", cwd=tmp_path)

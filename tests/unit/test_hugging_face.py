@@ -16,6 +16,7 @@ from phalanx.job.load import load_job
 from phalanx.mesh.blocks import find_blocks
 from phalanx.mesh.linear import brought_rules
 from phalanx.nn.hf import build
+from phalanx.nn.hf_experts import use_batched_products
 from phalanx.nn.objective import logits_cross_entropy
 from phalanx.parallel.model import together
 from phalanx.plan.coverage import check_rules, whole_by_default
@@ -172,3 +173,21 @@ def test_weights_of_a_directory_are_taken_whole_or_refused(tmp_path: Path) -> No
     (tmp_path / "full" / "model.safetensors").rename(tmp_path / "full" / "pytorch_model.bin")
     with pytest.raises(LayoutError, match="pickled"):
         build(f"hf:{tmp_path / 'full'}")
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_experts_by_batched_products_have_float64_and_say_what_grouped_ones_do(tmp_path: Path, name: str) -> None:
+    module = model_of(tmp_path, name)
+    inputs = torch.arange(12).view(2, 6)
+    grouped = together(module(inputs)).detach()
+    with pytest.raises(RuntimeError):
+        module.double()(inputs)
+    assert use_batched_products(module)
+    batched = together(module(inputs)).detach()
+    assert batched.dtype == torch.float64
+    torch.testing.assert_close(batched.float(), grouped, rtol=1e-4, atol=1e-5)
+    assert not use_batched_products(module)  # it is done
+
+
+def test_a_dense_model_has_no_experts_to_compute_otherwise(tmp_path: Path) -> None:
+    assert not use_batched_products(model_of(tmp_path, "llama"))

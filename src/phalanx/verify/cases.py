@@ -46,13 +46,12 @@ class Case:
 
 
 def judged_job(job: Job, num_ranks: int) -> Job:
-    """The job as it is judged: full precision, eager, a batch that any layout of the ranks can divide."""
+    """The job as it is judged: in full precision, with a batch that any layout of the ranks can divide."""
     body = job.to_json()
     rows_per_rank = NUM_MICROBATCHES * ROWS_PER_RANK
     body["train"] |= {
         "global_batch_size": rows_per_rank * num_ranks * pipelines.batch_factor(job.parallel, rows_per_rank),
         "micro_batch_size": None,
-        "compile": job.train.compile,
     }
     body["precision"]["compute"] = "fp32"
     body["optim"]["lr_scaling"] = "none"
@@ -65,9 +64,8 @@ def judged_job(job: Job, num_ranks: int) -> Job:
 
 def not_judged(job: Job) -> list[str]:
     """What `judged_job` leaves out of a job that asks for it."""
-    precision, train = job.precision.compute, job.train.compile
-    found = [f"precision.compute={precision}: layouts are judged in float64 and float32"] if precision != "fp32" else []
-    return found + (["train.compile: modules are judged as they are written"] if train else [])
+    compute = job.precision.compute
+    return [] if compute == "fp32" else [f"precision.compute={compute}: layouts are judged in float64 and float32"]
 
 
 def shrunk(job: Job, *, num_blocks: int = 2) -> tuple[Job, str]:

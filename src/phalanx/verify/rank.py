@@ -95,7 +95,7 @@ def judge(job: Job, case: Mapping[str, Any], references: References, model_name:
         unequal = unequal_ranks(seen, trace.order, len(whole.steps) - 1)
         verdict = replace(verdict, errors={**verdict.errors, **ran.apart}, first=verdict.first or unequal)
     if verdict.eased:
-        notes += (f"judged by what float32 loses in one process: {', '.join(verdict.eased[:3])}",)
+        notes += (f"judged by what rounding to float32 costs in one process: {', '.join(verdict.eased[:3])}",)
     wall_s = round(time.monotonic() - began, 3)
     return Row(
         layout=case["name"],

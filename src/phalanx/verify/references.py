@@ -31,6 +31,7 @@ from phalanx.verify.trace import write_trace
 from phalanx.verify.trace_facts import BUFFERS, TRACE, Trace, read_trace
 from phalanx.verify.untouched import build_untouched, described_failure, probe, taken
 
+NUDGE = 4  # roundings
 CLIP, MOVE = 0.3, 0.01  # not one over a number of ranks or microbatches, so that its absence is told from theirs
 
 
@@ -90,12 +91,17 @@ def _write_reference(
     dtype: str,
     steps: Sequence[Sequence[Batch]],
     forced: Choices | None = None,
+    *,
+    nudged: bool = False,
 ) -> tuple[str, list[Reroute]]:
     """Write it, or return why there is none: what the module does in one process is no layout's fault. And what its
-    routers would have chosen instead of `forced`."""
+    routers would have chosen instead of `forced`. `nudged`: of the module with weights that are rounded otherwise."""
 
     def build() -> nn.Module:
-        return build_untouched(job, plan, dtype, materialize=True)[0]
+        module = build_untouched(job, plan, dtype, materialize=True)[0]
+        if nudged:
+            _nudge(module)
+        return module
 
     loss_sum, reroutes = _loss_sum(job, plan), list[Reroute]()
     try:
@@ -106,22 +112,29 @@ def _write_reference(
             around = _around(Definition(module, job.run.seed), routes, train_step)
             alone = train_alone(module, loss_sum, steps, clip=CLIP, move=MOVE, around=around)
             if dtype == "float64" and not seen.narrows:  # else the root of a small second moment has few digits
-                other = build()
-                optimizer, others = build_optimizer(other, job.optim), Routes(other, forced)
-                around = _around(Definition(other, job.run.seed), others, optimizer_step)
+                second = build()
+                optimizer, others = build_optimizer(second, job.optim), Routes(second, forced)
+                around = _around(Definition(second, job.run.seed), others, optimizer_step)
                 by_optimizer = train_alone(
-                    other, loss_sum, steps, clip=CLIP, move=MOVE, optimizer=optimizer, around=around
+                    second, loss_sum, steps, clip=CLIP, move=MOVE, optimizer=optimizer, around=around
                 )
-                updated = (other, by_optimizer)
+                updated = (second, by_optimizer)
 
             def evaluate(module: nn.Module) -> float:
                 with routes.of(EVALUATION):
                     return evaluate_alone(module, loss_sum, steps[-1])
 
-            def exact() -> Path | None:
-                return _in_float64(directory, job, plan, steps, routes.found) if dtype == "float32" else None
+            def other() -> Path | None:
+                if nudged:
+                    return None
+                exact = _in_float64(directory, job, plan, steps, routes.found) if dtype == "float32" else None
+                beside = directory.parent / f"{directory.name}-nudged"
+                if exact is None and (dtype == "float32" or seen.narrows):
+                    failure, _ = _write_reference(beside, job, plan, dtype, steps, routes.found, nudged=True)
+                    return None if failure else beside
+                return exact
 
-            write_trace(directory, dtype, module, seen, alone, evaluate=evaluate, updated=updated, exact=exact)
+            write_trace(directory, dtype, module, seen, alone, evaluate=evaluate, updated=updated, other=other)
             choices |= routes.found
             reroutes += routes.reroutes
             if updated is not None:
@@ -157,6 +170,15 @@ def _in_float64(
     alike = directory.parent / f"{directory.name}-float64"
     failure, _ = _write_reference(alike, job, plan, "float64", as_dtype(steps, torch.float64), choices)
     return None if failure else alike
+
+
+@torch.no_grad()
+def _nudge(module: nn.Module) -> None:
+    """Every weight by up to a few roundings to float32, by chance: what that changes, no order of sums can promise."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():
+        roundings = torch.randint(-NUDGE, NUDGE + 1, parameter.shape, generator=generator).to(parameter.dtype)
+        parameter.mul_(1 + torch.finfo(torch.float32).eps * roundings)
 
 
 def _loss_sum(job: Job, plan: Plan) -> LossSum:

@@ -63,12 +63,12 @@ def write_trace(
     *,
     evaluate: Callable[[nn.Module], float],
     updated: tuple[nn.Module, Iterable[AloneStep]] | None = None,
-    exact: Callable[[], Path | None] = lambda: None,
+    other: Callable[[], Path | None] = lambda: None,
 ) -> None:
     """Run `steps`, which change `module`, and keep all that they show. Atomic enough: trace.json is written last.
 
-    `exact`: asked after the steps for the directory of the same in float64, which tells how much of a tensor is
-    rounding.
+    `other`: asked after the steps for the directory of the same in float64, or from weights that are rounded otherwise,
+    which tells how much of a tensor is rounding.
     """
     directory.mkdir(parents=True, exist_ok=True)  # a group that crashed may have begun
     sizes = {INITIAL: _save(directory / INITIAL, dict(module.named_parameters()))}
@@ -87,19 +87,19 @@ def write_trace(
     if updated is not None:
         sizes[UPDATED] = _run_and_save(directory, *updated)
     body = {"dtype": dtype, "lr": lr, "steps": [asdict(step) for step in kept], "sizes": sizes, **asdict(seen)}
-    wide = exact()
-    if wide is not None:
-        body["rounding"] = {kind: _distances(directory, wide, kind) for kind in sizes if kind.startswith(GRADIENTS)}
+    beside = other()
+    if beside is not None:
+        body["rounding"] = {kind: _distances(directory, beside, kind) for kind in sizes if kind.startswith(GRADIENTS)}
     body["evaluation"] = evaluation
     (directory / TRACE).write_text(json.dumps(body))
 
 
-def _distances(directory: Path, exact: Path, kind: str) -> dict[str, float]:
-    """How far each tensor of a set is from the same in float64: ||a - b||."""
+def _distances(directory: Path, beside: Path, kind: str) -> dict[str, float]:
+    """How far each tensor of a set is from the same in another directory: ||a - b||."""
     with safe_open(directory / f"{kind}.safetensors", framework="pt") as mine:  # type: ignore[no-untyped-call]
-        with safe_open(exact / f"{kind}.safetensors", framework="pt") as wide:  # type: ignore[no-untyped-call]
+        with safe_open(beside / f"{kind}.safetensors", framework="pt") as others:  # type: ignore[no-untyped-call]
             return {
-                name: (mine.get_tensor(name).double() - wide.get_tensor(name)).norm().item()
+                name: (mine.get_tensor(name).double() - others.get_tensor(name)).norm().item()
                 for name in mine.keys()  # noqa: SIM118 (no mapping)
             }
 

@@ -49,12 +49,13 @@ class Trace:
     mixes_rows: bool = False
     dropped: tuple[str, ...] = ()
     rounding: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Set -> name -> how far the tensor in one process is from the same in float64. Empty where nobody computed it."""
+    """Set -> name -> how far the tensor in one process is from the same in float64, or of a module without one from the
+    same with its weights rounded otherwise. Empty where nobody computed it."""
     evaluation: float | None = None
     """Loss of the last step's microbatches in evaluation mode, after the last step; None: it is not to be compared."""
 
     def tolerance(self, kind: str, name: str, usual: float) -> float:
-        """What a tensor may be off by: `usual`, or a few times what float32 alone has cost it in one process.
+        """What a tensor may be off by: `usual`, or a few times what rounding alone has cost it in one process.
 
         Sums that cancel (the gradient of a norm of keys) lose digits in any order that ranks add them up in.
         """

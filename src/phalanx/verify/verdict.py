@@ -22,7 +22,7 @@ class Verdict:
     errors: Mapping[str, float]
     first: Difference | None
     eased: tuple[str, ...] = ()
-    """Gradients that are off by more than the tolerance, but not by more than float32 loses in one process."""
+    """Gradients that are off by more than the tolerance, but not by more than rounding costs in one process."""
 
 
 class Judge:
