@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from collectives import CountCollectives
 from models import CPU, VOCAB, fill, shape
 from phalanx.core.errors import LayoutError
 from phalanx.job.schema import Job, Parallel
@@ -71,12 +72,14 @@ def test_the_table_is_what_a_job_can_name() -> None:
     assert get_args(Parallel.model_fields["cp_attention"].annotation) == KINDS
 
 
-def count_sent(rank: int, num_ranks: int, parallel: dict[str, Any]) -> int:
+def count_sent(rank: int, num_ranks: int, parallel: dict[str, Any]) -> tuple[int, dict[str, int]]:
+    """What phalanx says, and what collectives and sends made."""
     a_plan = plan(num_ranks, **parallel)
     with open_mesh(a_plan.layout, device="cpu") as mesh:
         model = parallel_model(a_plan, mesh)
-        model.forward_backward([batch()], causal_cross_entropy(16))
-        return model.sent_cp_bytes
+        with CountCollectives() as moved:
+            model.forward_backward([batch()], causal_cross_entropy(16))
+        return model.sent_cp_bytes, moved.num_bytes
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -86,8 +89,21 @@ def test_bytes_of_a_step_equal_the_formula(name: str) -> None:
     work = work_of(
         a_job, a_plan.model_shape, micro_batch_size=BATCH, num_microbatches=1, tp=a_plan.layout.tp, cp=a_plan.layout.cp
     )
-    wanted = sent_bytes_of_step(of_one_rank(a_plan.model_shape, work.tp), work)
-    assert run_ranks(num_ranks, count_sent, num_ranks, parallel) == [wanted] * num_ranks
+    here = of_one_rank(a_plan.model_shape, work.tp)
+    wanted = sent_bytes_of_step(here, work)
+    c, size = a_plan.layout.cp, 2 if a_plan.precision == "bf16" else 4
+    heads = BATCH * SEQ_LEN // c * SHAPE.head_dim * SHAPE.num_layers  # numbers of one head in all layers
+    kv, of_kv = 2 * heads * here.num_kv_heads * size, 2 * heads * here.num_kv_heads * 4
+    queries = heads * here.num_heads * size
+    really = {  # docs/strategies.md, by what it is that gloo does; of what is whole, a rank sends (c - 1) / c
+        "ring": {"send": (c - 1) * kv + (c - 1) * (kv + of_kv)},
+        "all-gather": {"broadcast_": 2 * c * kv, "reduce_": c * of_kv},
+        "ulysses": {"alltoall_base_": 2 * (kv + 2 * queries)},
+    }[a_plan.cp_attention]
+    for told, moved in run_ranks(num_ranks, count_sent, num_ranks, parallel):
+        assert told == wanted == sum(really.values()) * (1 if "send" in really else (c - 1) / c)
+        assert {name: moved[name] for name in really} == really
+        assert set(moved) & {"send", "broadcast_", "reduce_", "alltoall_base_"} == set(really)
 
 
 def losses(rank: int, a_plan: Plan) -> list[float]:
