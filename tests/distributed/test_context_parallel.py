@@ -7,16 +7,21 @@ from typing import Any, get_args
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from collectives import CountCollectives
 from models import CPU, VOCAB, fill, shape
 from phalanx.core.errors import LayoutError
+from phalanx.core.phases import Phases
 from phalanx.job.schema import Job, Parallel
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.models.decoder import Decoder, example_batch
 from phalanx.nn.objective import causal_cross_entropy
 from phalanx.parallel.cp_attention import ATTEND
+from phalanx.parallel.cp_chunks import Chunks
+from phalanx.parallel.cp_group import GRADIENTS, KEYS, ContextGroup
+from phalanx.parallel.cp_products import Products
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.context import sent_bytes_of_step
@@ -104,6 +109,63 @@ def test_bytes_of_a_step_equal_the_formula(name: str) -> None:
         assert told == wanted == sum(really.values()) * (1 if "send" in really else (c - 1) / c)
         assert {name: moved[name] for name in really} == really
         assert set(moved) & {"send", "broadcast_", "reduce_", "alltoall_base_"} == set(really)
+
+
+def events_of_a_ring(rank: int) -> tuple[list[tuple[str, int]], ...]:
+    """What a rank does in forward and backward of one attention, in order: posts, waits (by tag) and computes."""
+    seen: list[tuple[str, int]] = []
+    post, forward, backward = dist.batch_isend_irecv, Products.forward, Products.backward
+
+    class Waited:
+        def __init__(self, work: Any, tag: int) -> None:
+            self.work, self.tag = work, tag
+
+        def wait(self) -> None:
+            seen.append(("wait", self.tag))
+            self.work.wait()
+
+    def posted(operations: list[Any]) -> list[Waited]:
+        seen.append(("post", operations[0].tag))
+        return [Waited(work, operations[0].tag) for work in post(operations)]
+
+    def computed(of: Any) -> Any:
+        def run(*args: Any) -> Any:
+            seen.append(("compute", 0))
+            return of(*args)
+
+        return run
+
+    dist.batch_isend_irecv = posted
+    Products.forward, Products.backward = computed(forward), computed(backward)  # type: ignore[method-assign]
+    with open_mesh(Layout(cp=4), device="cpu") as mesh:
+        group = ContextGroup(mesh.submesh("cp").get_group(), Chunks(4, "zigzag"), Phases())
+        q, k, v = (torch.randn(1, 2, 8, 8, requires_grad=True) for _ in range(3))
+        out = ATTEND["ring"](q, k, v, None, 0, group)
+        in_forward = list(seen)
+        seen.clear()
+        out.sum().backward()
+    return in_forward, seen
+
+
+def test_a_ring_computes_a_block_while_the_next_is_on_its_way() -> None:
+    """In forward and backward; and gradients of a block travel while those of the next are computed."""
+
+    def places(seen: list[tuple[str, int]], what: str, tag: int = 0) -> list[int]:
+        """Each once, though the two works of an exchange are waited for one after the other."""
+        found = [at for at, event in enumerate(seen) if event == (what, tag)]
+        return [at for at in found if at == 0 or seen[at - 1] != (what, tag)]
+
+    for rank_saw in run_ranks(4, events_of_a_ring):
+        for seen, is_backward in zip(rank_saw, (False, True), strict=True):
+            blocks = places(seen, "compute")
+            assert len(blocks) == 4
+            posts, waits = places(seen, "post", KEYS), places(seen, "wait", KEYS)
+            for posted, computed, waited in zip(posts, blocks[:-1], waits, strict=True):
+                assert posted < computed < waited, seen
+            posts, waits = places(seen, "post", GRADIENTS), places(seen, "wait", GRADIENTS)
+            assert len(posts) == len(waits) == (3 if is_backward else 0)
+            for posted, computed, waited in zip(posts[:-1], blocks[2:], waits[:-1], strict=is_backward):
+                assert posted < computed < waited, seen
 
 
 def losses(rank: int, a_plan: Plan) -> list[float]:
