@@ -3,6 +3,7 @@
 Above a fenced block of a page stands what it is:
 
     <!-- walk: file PATH -->     the block is the content of that file
+    <!-- walk: change PATH -->   the block is a diff of it: "-", "+" and context; "@@" begins another place
     <!-- walk: run -->           its lines are commands, one after the other ("run 3": each ends with that code)
     <!-- walk: run together -->  ... side by side
     <!-- walk: says -->          the commands before it print these lines, in this order; "..." stands for anything
@@ -39,11 +40,13 @@ class Said:
 
 
 def checkout(place: Path) -> Path:
-    """What a contributor has: the package and the contract tests, to be changed at will."""
+    """What a contributor has: the package and the tests that new implementations meet, to be changed at will."""
     root = place / "checkout"
     ignore = shutil.ignore_patterns("*.so")
     shutil.copytree(ROOT / "src" / "phalanx", root / "src" / "phalanx", ignore=ignore)
     shutil.copytree(ROOT / "tests" / "contracts", root / "tests" / "contracts")
+    (root / "tests" / "distributed").mkdir()
+    shutil.copy2(ROOT / "tests" / "distributed" / "test_context_parallel.py", root / "tests" / "distributed")
     for path in (ROOT / "tests").glob("*.py"):
         shutil.copy2(path, root / "tests")
     shutil.copy2(ROOT / "pyproject.toml", root)
@@ -59,7 +62,7 @@ def follow(
     """
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     assert text.count("<!-- walk:") == len(BLOCK.findall(text)), "a mark without a block"
-    assert {block["what"].split()[0] for block in BLOCK.finditer(text)} <= {"file", "run", "says"}
+    assert {block["what"].split()[0] for block in BLOCK.finditer(text)} <= {"file", "change", "run", "says"}
     said: list[Said] = []
     last = ""
     for block in BLOCK.finditer(text):
@@ -68,6 +71,8 @@ def follow(
             path = place / words[0]
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(block["text"], encoding="utf-8")
+        elif what == "change":
+            _change(place / words[0], block["text"])
         elif what == "run" and ("long" not in words or long):
             code = next((int(word) for word in words if word.isdecimal()), 0)
             found = _run(block["text"], place, also, env or {}, together="together" in words)
@@ -78,6 +83,17 @@ def follow(
         elif what == "says" and ("long" not in words or long):
             _require(block["text"].splitlines(), last.splitlines())
     return said
+
+
+def _change(path: Path, diff: str) -> None:
+    """Each place that the diff shows is found by its lines, and must be the only one."""
+    text = path.read_text(encoding="utf-8")
+    for hunk in re.split(r"^@@.*\n", diff, flags=re.MULTILINE):
+        lines = hunk.splitlines(keepends=True)
+        before, after = ("".join(line[1:] or line for line in lines if line[0] in f"{sign} \n") for sign in "-+")
+        assert not lines or text.count(before) == 1, f"{text.count(before)} places in {path} are these:\n{before}"
+        text = text.replace(before, after) if lines else text
+    path.write_text(text, encoding="utf-8")
 
 
 def _run(text: str, place: Path, also: Sequence[str], env: Mapping[str, str], *, together: bool) -> list[Said]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from collectives import CountCollectives
 from models import CPU, SEQ_LEN, VOCAB, decoder, decoder_of, fill, global_batches, plan, shape, share
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import open_mesh
@@ -63,8 +64,10 @@ def sent_by_fsdp(rank: int, num_ranks: int, num_microbatches: int, how: dict[str
     with open_mesh(a_plan.layout, device="cpu") as mesh:
         model = parallelize(decoder(tied=True, dtype=torch.float32), a_plan, mesh)
         batches = share(global_batches(1)[0], rank, num_ranks, num_microbatches)
-        facts = model.finish_step(model.forward_backward(batches, OBJECTIVE))
-        return {"counts": dict(counts), "bytes": dict(num_bytes), "sent": facts.sent_bytes}
+        with CountCollectives() as moved:
+            sums = model.forward_backward(batches, OBJECTIVE)
+        facts = model.finish_step(sums)
+        return {"counts": dict(counts), "bytes": dict(num_bytes), "sent": facts.sent_bytes, "moved": moved.num_bytes}
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])
@@ -81,6 +84,8 @@ def test_zero3_gathers_blocks_twice_a_microbatch_and_zero2_once(num_microbatches
             assert found["counts"] == {"gather": gathers * (times * len(blocks) + 1), "scatter": len(blocks) + 1}
             assert found["bytes"]["gather"] == gathers * (times * sum(blocks) + rest) // 2
             assert found["bytes"]["scatter"] == found["sent"] == (sum(blocks) + rest) // 2
+            whole = {"broadcast_": gathers * (times * sum(blocks) + rest), "reduce_": sum(blocks) + rest}
+            assert found["moved"] == whole  # of which a rank has half, and sends the other's
 
 
 def test_hsdp_scatters_within_and_reduces_between_groups() -> None:
@@ -88,30 +93,37 @@ def test_hsdp_scatters_within_and_reduces_between_groups() -> None:
     total = sum(blocks) + rest
     for found in run_ranks(4, sent_by_fsdp, 4, 1, {"dp_replicate": 2, "dp_shard": 2, "zero_stage": 3}):
         assert found["sent"] == total // 2 + total // 2  # a reduce-scatter of 2, then an all-reduce of the half
+        gathered = 2 * sum(blocks) + rest
+        assert found["moved"] == {"broadcast_": gathered, "reduce_": total, "allreduce_": total // 2}
 
 
 # Pipelines
 
 
-def sent_by_stages(rank: int, schedule: str) -> int:
+def sent_by_stages(rank: int, schedule: str) -> tuple[int, int]:
+    """What phalanx says, and what was really sent."""
     a_plan = pipeline_plan(2, pp=2, schedule=schedule)
     batches = [example_batch(shape(), MICRO, SEQ_LEN, seed=seed) for seed in range(BATCH // MICRO)]
     with open_mesh(a_plan.layout, device="cpu") as mesh:
         model = parallelize(decoder_of(8).float(), a_plan, mesh)
-        model.forward_backward(batches, OBJECTIVE)
-        return model.sent_pp_bytes
+        model.forward_backward(batches, OBJECTIVE)  # stages agree on the forms of what they send
+        with CountCollectives() as moved:
+            model.forward_backward(batches, OBJECTIVE)
+        return model.sent_pp_bytes, moved.num_bytes["send"]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
 def test_a_stage_sends_hidden_states_on_and_gradients_back(schedule: str) -> None:
-    """M x micro_batch x seq_len x dim elements for each border of two stages on different ranks, in each direction."""
+    """M x micro_batch x seq_len x dim elements for each border of two stages on different ranks, in each direction.
+    Besides, once a step: the gradient of the tied embedding, between the ranks of its two stages."""
     pipeline = pipeline_plan(2, pp=2, schedule=schedule).pipeline
     assert pipeline is not None
     owner, message = pipeline.rank_of_stage, MICRO * SEQ_LEN * shape().dim * 4
     borders = [(a, b) for a, b in itertools.pairwise(owner) if a != b]
     assert len(borders) == {"1f1b": 1, "interleaved": 3, "zb-v": 2}[schedule]
     wanted = [BATCH // MICRO * message * sum((a == rank) + (b == rank) for a, b in borders) for rank in range(2)]
-    assert run_ranks(2, sent_by_stages, schedule) == wanted
+    tied = VOCAB * shape().dim * 4 if owner[0] != owner[-1] else 0
+    assert run_ranks(2, sent_by_stages, schedule) == [(size, size + tied) for size in wanted]
 
 
 # Experts

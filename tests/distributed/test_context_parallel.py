@@ -7,15 +7,21 @@ from typing import Any, get_args
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from collectives import CountCollectives
 from models import CPU, VOCAB, fill, shape
 from phalanx.core.errors import LayoutError
+from phalanx.core.phases import Phases
 from phalanx.job.schema import Job, Parallel
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.models.decoder import Decoder, example_batch
 from phalanx.nn.objective import causal_cross_entropy
 from phalanx.parallel.cp_attention import ATTEND
+from phalanx.parallel.cp_chunks import Chunks
+from phalanx.parallel.cp_group import GRADIENTS, KEYS, ContextGroup
+from phalanx.parallel.cp_products import Products
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.context import sent_bytes_of_step
@@ -71,12 +77,14 @@ def test_the_table_is_what_a_job_can_name() -> None:
     assert get_args(Parallel.model_fields["cp_attention"].annotation) == KINDS
 
 
-def count_sent(rank: int, num_ranks: int, parallel: dict[str, Any]) -> int:
+def count_sent(rank: int, num_ranks: int, parallel: dict[str, Any]) -> tuple[int, dict[str, int]]:
+    """What phalanx says, and what collectives and sends made."""
     a_plan = plan(num_ranks, **parallel)
     with open_mesh(a_plan.layout, device="cpu") as mesh:
         model = parallel_model(a_plan, mesh)
-        model.forward_backward([batch()], causal_cross_entropy(16))
-        return model.sent_cp_bytes
+        with CountCollectives() as moved:
+            model.forward_backward([batch()], causal_cross_entropy(16))
+        return model.sent_cp_bytes, moved.num_bytes
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -86,8 +94,78 @@ def test_bytes_of_a_step_equal_the_formula(name: str) -> None:
     work = work_of(
         a_job, a_plan.model_shape, micro_batch_size=BATCH, num_microbatches=1, tp=a_plan.layout.tp, cp=a_plan.layout.cp
     )
-    wanted = sent_bytes_of_step(of_one_rank(a_plan.model_shape, work.tp), work)
-    assert run_ranks(num_ranks, count_sent, num_ranks, parallel) == [wanted] * num_ranks
+    here = of_one_rank(a_plan.model_shape, work.tp)
+    wanted = sent_bytes_of_step(here, work)
+    c, size = a_plan.layout.cp, 2 if a_plan.precision == "bf16" else 4
+    heads = BATCH * SEQ_LEN // c * SHAPE.head_dim * SHAPE.num_layers  # numbers of one head in all layers
+    kv, of_kv = 2 * heads * here.num_kv_heads * size, 2 * heads * here.num_kv_heads * 4
+    queries = heads * here.num_heads * size
+    of_docs = {  # docs/strategies.md, by what it is that gloo does; of what is whole, a rank sends (c - 1) / c
+        "ring": {"send": (c - 1) * kv + (c - 1) * (kv + of_kv)},
+        "all-gather": {"broadcast_": 2 * c * kv, "reduce_": c * of_kv},
+        "ulysses": {"alltoall_base_": 2 * (kv + 2 * queries)},
+    }
+    for told, moved in run_ranks(num_ranks, count_sent, num_ranks, parallel):
+        really = {name: moved[name] for name in ("send", "broadcast_", "reduce_", "alltoall_base_") if name in moved}
+        assert told == wanted == sum(size * (1 if name == "send" else (c - 1) / c) for name, size in really.items())
+        assert really == of_docs.get(a_plan.cp_attention, really)
+
+
+def events_of_a_ring(rank: int) -> tuple[list[tuple[str, int]], ...]:
+    """What a rank does in forward and backward of one attention, in order: posts, waits (by tag) and computes."""
+    seen: list[tuple[str, int]] = []
+    post, forward, backward = dist.batch_isend_irecv, Products.forward, Products.backward
+
+    class Waited:
+        def __init__(self, work: Any, tag: int) -> None:
+            self.work, self.tag = work, tag
+
+        def wait(self) -> None:
+            seen.append(("wait", self.tag))
+            self.work.wait()
+
+    def posted(operations: list[Any]) -> list[Waited]:
+        seen.append(("post", operations[0].tag))
+        return [Waited(work, operations[0].tag) for work in post(operations)]
+
+    def computed(of: Any) -> Any:
+        def run(*args: Any) -> Any:
+            seen.append(("compute", 0))
+            return of(*args)
+
+        return run
+
+    dist.batch_isend_irecv = posted
+    Products.forward, Products.backward = computed(forward), computed(backward)  # type: ignore[method-assign]
+    with open_mesh(Layout(cp=4), device="cpu") as mesh:
+        group = ContextGroup(mesh.submesh("cp").get_group(), Chunks(4, "zigzag"), Phases())
+        q, k, v = (torch.randn(1, 2, 8, 8, requires_grad=True) for _ in range(3))
+        out = ATTEND["ring"](q, k, v, None, 0, group)
+        in_forward = list(seen)
+        seen.clear()
+        out.sum().backward()
+    return in_forward, seen
+
+
+def test_a_ring_computes_a_block_while_the_next_is_on_its_way() -> None:
+    """In forward and backward; and gradients of a block travel while those of the next are computed."""
+
+    def places(seen: list[tuple[str, int]], what: str, tag: int = 0) -> list[int]:
+        """Each once, though the two works of an exchange are waited for one after the other."""
+        found = [at for at, event in enumerate(seen) if event == (what, tag)]
+        return [at for at in found if at == 0 or seen[at - 1] != (what, tag)]
+
+    for rank_saw in run_ranks(4, events_of_a_ring):
+        for seen, is_backward in zip(rank_saw, (False, True), strict=True):
+            blocks = places(seen, "compute")
+            assert len(blocks) == 4
+            posts, waits = places(seen, "post", KEYS), places(seen, "wait", KEYS)
+            for posted, computed, waited in zip(posts, blocks[:-1], waits, strict=True):
+                assert posted < computed < waited, seen
+            posts, waits = places(seen, "post", GRADIENTS), places(seen, "wait", GRADIENTS)
+            assert len(posts) == len(waits) == (3 if is_backward else 0)
+            for posted, computed, waited in zip(posts[:-1], blocks[2:], waits[:-1], strict=is_backward):
+                assert posted < computed < waited, seen
 
 
 def losses(rank: int, a_plan: Plan) -> list[float]:

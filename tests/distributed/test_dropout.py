@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from commands import TINY, events, run, write_text
 from models import BATCH, LAYOUTS, VOCAB, global_batches, plan, share
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.objective import causal_cross_entropy
+from phalanx.observe.events import Note
 from phalanx.parallel.draws import EqualPart, Part
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize
@@ -224,6 +228,25 @@ def test_what_cannot_be_made_by_place_is_named() -> None:
         "other rows": ["drop"],
         "none": [],
     }
+
+
+def test_a_run_on_several_ranks_says_what_depends_on_the_layout(tmp_path: Path) -> None:
+    """torch.rand_like in a forward: once, on the console and for the page. One rank alone is told nothing."""
+    write_text(tmp_path / "text")
+    shutil.copy(Path(__file__).with_name("user_code.py"), tmp_path)
+    job = [*(key for key in TINY if not key.startswith("model.")), "data.source=text", "model.kind=user_code:noisy"]
+    for num_ranks, times in ((2, 1), (1, 0)):
+        run_dir = tmp_path / f"on-{num_ranks}"
+        ways = [f"parallel.ranks={num_ranks}", f"parallel.dp_replicate={num_ranks}", f"run.dir={run_dir}"]
+        done = run("train", *job, *ways, "train.steps=4", "checkpoint.at_end=false", cwd=tmp_path)
+        assert done.code == 0, done.err
+        named = [line for line in done.out.splitlines() if "which depend on the layout" in line]
+        assert [line.split(",")[0] for line in named] == times * ["warning: noise: Noise draws random numbers"], (
+            done.out
+        )
+        notes = [note.event.facts for note in events(run_dir, Note) if isinstance(note.event, Note)]
+        assert [facts.get("warning") for facts in notes].count("draws_depend_on_layout") == times
+        assert ("draws random numbers" in (run_dir / "report.html").read_text(encoding="utf-8")) == bool(times)
 
 
 def parts_of_a_layer(rank: int) -> list[bool]:

@@ -17,6 +17,7 @@ from phalanx.core.phases import Phases
 from phalanx.mesh.linear import brought_rules
 from phalanx.mesh.tensor_group import TensorGroup
 from phalanx.nn.hf import build
+from phalanx.nn.hf_experts import use_batched_products
 from phalanx.nn.objective import logits_cross_entropy
 from phalanx.parallel.tp import _Surgery
 from phalanx.plan.rules import parse_rules
@@ -34,13 +35,18 @@ SETTINGS = (HEADS, LATENT | {"num_key_value_heads": 4})
 TOLERANCE = 1e-5
 
 
-def judge(rank: int, kind: str) -> str | float:
+def judge(rank: int, kind: str, dtype: torch.dtype = torch.float32) -> str | float:
     """The largest relative difference of the loss and of any gradient; or why there is none."""
     torch.manual_seed(0)
-    module: Any = build(kind)
+    try:
+        module: Any = build(kind)
+    except PhalanxError as error:
+        return f"refused: {error}"
     with torch.no_grad():
         for parameter in module.parameters():  # norms that begin at one, and biases at zero, hide mistakes
             parameter.add_(torch.randn_like(parameter) * 0.05)
+    if dtype == torch.float64:
+        use_batched_products(module.double())
     whole, objective = copy.deepcopy(module), logits_cross_entropy(64)
     tokens, targets = torch.randint(96, (2, 16)), torch.randint(96, (2, 16))
     positions = torch.arange(16).repeat(2, 1)
@@ -94,16 +100,18 @@ def test_rules_from_plans_of_every_architecture_compute_what_one_process_compute
                 continue
             if sum(p.numel() for p in module.parameters()) > LARGE:
                 verdicts[name] = "large"
-            elif not any(text.startswith("row") for text in brought_rules(module).values()):
+            elif not any(text.startswith(("row", "experts")) for text in brought_rules(module).values()):
                 verdicts[name] = "whole"
             else:
-                verdicts[name] = run_ranks(2, judge, f"hf:{tmp_path}")[0]
+                verdicts[name] = found = run_ranks(2, judge, f"hf:{tmp_path}")[0]
+                if isinstance(found, float) and found >= TOLERANCE:  # gates whose float32 has few digits left
+                    verdicts[name] = run_ranks(2, judge, f"hf:{tmp_path}", torch.float64)[0]
             if isinstance(verdicts[name], float):
                 break
     print(json.dumps(verdicts, indent=1))
     judged = {name: verdict for name, verdict in verdicts.items() if isinstance(verdict, float)}
     assert {name: verdict for name, verdict in judged.items() if not verdict < TOLERANCE} == {}
-    assert len(judged) >= 50
+    assert len(judged) >= 70
 
 
 def loss_with_head_cut(rank: int, kind: str, rule: str) -> float | str:

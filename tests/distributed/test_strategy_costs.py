@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import runpy
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from collectives import CountCollectives
 from models import VOCAB, fill, global_batches, plan, share
 from phalanx.job.shape import ModelShape
 from phalanx.mesh.mesh import open_mesh
@@ -25,26 +27,11 @@ SHAPE = ModelShape(4, 64, 4, 2, 16, 96, VOCAB, False)
 RANKS, MICROBATCHES = 2, 3
 
 
-class Moved(TorchDispatchMode):
-    """Bytes that collectives make, as gloo has them: a gather is a broadcast from each rank, a scatter a reduction to
-    each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_bytes: dict[str, int] = {}
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.namespace == "c10d":
-            name = function._schema.name.removeprefix("c10d::")
-            size = sum(t.nbytes for t in args[0] if isinstance(t, torch.Tensor)) if isinstance(args[0], list) else 0
-            self.num_bytes[name] = self.num_bytes.get(name, 0) + size
-        return function(*args, **(kwargs or {}))
-
-
 def sent(rank: int) -> dict[str, Any]:
+    """What collectives made in a step's passes and in its update, beside what phalanx says that it sent."""
     found: dict[str, Any] = {}
     ways = {"ddp": {"dp_replicate": 2}, "tp": {"tp": 2}} | {
-        f"zero{n}": {"dp_shard": 2, "zero_stage": n} for n in (2, 3)
+        f"zero{n}": {"dp_shard": 2, "zero_stage": n} for n in (1, 2, 3)
     }
     for name, axes in ways.items():
         parts = 1 if name == "tp" else RANKS
@@ -53,41 +40,83 @@ def sent(rank: int) -> dict[str, Any]:
             module = Decoder(SHAPE)
             fill(module)
             model = parallelize(module, a_plan, mesh)
+            optimizer = torch.optim.SGD(list(model.parameters()), lr=0.1)
             mine = share(global_batches(1)[0], rank % parts, parts, MICROBATCHES)
             objective = causal_cross_entropy(4096)
-            model.finish_step(model.forward_backward(mine, objective))
-            with Moved() as moved:
-                facts = model.finish_step(model.forward_backward(mine, objective))
-            found[name] = (moved.num_bytes, facts.sent_bytes, facts.sent_tp_bytes, mine[0]["inputs"].numel())
+            for _ in range(2):  # in its second backward DDP agrees on buckets
+                model.finish_step(model.forward_backward(mine, objective))
+                model.update(optimizer)
+            with CountCollectives() as moved:
+                sums = model.forward_backward(mine, objective)
+            with CountCollectives() as finished:
+                facts = model.finish_step(sums)
+            with CountCollectives() as updated:
+                model.update(optimizer)
+            of_step = Counter(moved.num_bytes) + Counter(finished.num_bytes)
+            found[name] = Sent(
+                moved.num_bytes,
+                of_step,
+                updated.num_bytes,
+                facts.sent_bytes,
+                facts.sent_tp_bytes,
+                mine[0]["inputs"].numel(),
+            )
     return found
 
 
+@dataclass(frozen=True)
+class Sent:
+    moved: dict[str, int]
+    """By forward and backward, by name of the collective."""
+    of_step: dict[str, int]
+    updated: dict[str, int]
+    told: int
+    told_of_tp: int
+    tokens: int
+
+
 @pytest.fixture(scope="module")
-def measured() -> dict[str, Any]:
-    first: dict[str, Any] = run_ranks(RANKS, sent)[0]
+def measured() -> dict[str, Sent]:
+    first: dict[str, Sent] = run_ranks(RANKS, sent)[0]
     return first
 
 
-def test_copies_send_one_all_reduce_of_fp32_gradients(measured: dict[str, Any]) -> None:
-    wanted = COSTS["data_parallel_bytes"](0, SHAPE.num_params, 0, RANKS, microbatches=MICROBATCHES)
-    assert measured["ddp"][1] == wanted
+@pytest.mark.parametrize(("stage", "name"), [(0, "ddp"), (1, "zero1")])
+def test_copies_all_reduce_fp32_gradients_once_and_zero1_gathers_what_was_updated(
+    measured: dict[str, Sent], stage: int, name: str
+) -> None:
+    """However many microbatches; gathered within the padding of what does not divide (a vocabulary of 37)."""
+    found = measured[name]
+    assert set(found.moved) == {"allreduce_"}, "gradients, and nothing besides"
+    reduced = COSTS["all_reduce"](found.moved["allreduce_"], RANKS)
+    assert reduced == COSTS["all_reduce"](4 * SHAPE.num_params, RANKS) == found.told
+    assert set(found.updated) == ({"broadcast_"} if stage else set())
+    gathered = COSTS["all_gather"](found.updated.get("broadcast_", 0), RANKS)
+    wanted = COSTS["data_parallel_bytes"](stage, SHAPE.num_params, 0, RANKS, microbatches=MICROBATCHES)
+    assert reduced + gathered == pytest.approx(wanted, rel=0.01 if stage else 0)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_shards_gather_for_each_microbatch_and_scatter_once(measured: dict[str, Any], stage: int) -> None:
+def test_shards_gather_for_each_microbatch_and_scatter_once(measured: dict[str, Sent], stage: int) -> None:
     """Within the padding of what does not divide (a vocabulary of 37)."""
-    moved, *_ = measured[f"zero{stage}"]
+    moved = measured[f"zero{stage}"].moved
     root = SHAPE.num_params - SHAPE.blocks_params
     wanted = COSTS["data_parallel_bytes"](stage, SHAPE.num_params, root, RANKS, microbatches=MICROBATCHES)
-    made = moved["broadcast_"] + moved["reduce_"]
-    assert COSTS["all_gather"](made, RANKS) == pytest.approx(wanted, rel=0.01)
+    assert set(moved) == {"broadcast_", "reduce_"}
+    assert COSTS["all_gather"](sum(moved.values()), RANKS) == pytest.approx(wanted, rel=0.01)
+    scattered = COSTS["all_gather"](moved["reduce_"], RANKS)
+    assert scattered == measured[f"zero{stage}"].told
+    assert scattered == pytest.approx(COSTS["all_gather"](4 * SHAPE.num_params, RANKS), rel=0.01)
 
 
-def test_tensor_parallel_ranks_send_activations_in_each_microbatch(measured: dict[str, Any]) -> None:
+def test_tensor_parallel_ranks_send_activations_in_each_microbatch(measured: dict[str, Sent]) -> None:
     """Besides: three numbers per token for the loss, the gradients of norms."""
-    *_, num_bytes, tokens = measured["tp"]
-    wanted = MICROBATCHES * COSTS["tensor_parallel_bytes"](SHAPE.num_layers, tokens, SHAPE.dim, 4, 2)
+    found = measured["tp"]
+    kinds = {"all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "all_gather"}
+    num_bytes = sum(COSTS[kind](found.of_step.get(name, 0), RANKS) for name, kind in kinds.items())
+    wanted = MICROBATCHES * COSTS["tensor_parallel_bytes"](SHAPE.num_layers, found.tokens, SHAPE.dim, 4, 2)
     assert wanted < num_bytes < 1.03 * wanted
+    assert found.told_of_tp == num_bytes
 
 
 def test_the_tables_are_what_the_planner_says() -> None:

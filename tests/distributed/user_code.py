@@ -96,6 +96,26 @@ def total(vocab_size: int = 257) -> nn.Module:
     return Total(vocab_size)
 
 
+class Noisy(Bigram):
+    """Adds noise of torch's own to what it looked up."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size)
+        self.noise = Noise()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.out(self.noise(self.lookup(inputs)))
+
+
+class Noise(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 0.01 * torch.rand_like(x)
+
+
+def noisy(vocab_size: int = 257) -> nn.Module:
+    return Noisy(vocab_size)
+
+
 def stand_still() -> None:
     """A fault: what this thread does, a write say, never ends."""
     threading.Event().wait()

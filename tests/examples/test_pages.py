@@ -36,13 +36,16 @@ def test_a_new_model_is_one_file(tmp_path: Path, long: bool) -> None:
 
 
 @BOTH
-def test_a_new_reduction_of_gradients_is_one_file(tmp_path: Path, long: bool) -> None:
-    """Contract tests find it; schema, plan and verify know it; it learns, and sends a bit for each element."""
+def test_a_new_reduction_of_gradients_is_one_file_and_a_new_attention_two(tmp_path: Path, long: bool) -> None:
+    """Tests find both; schema, plan and verify know them. Signs learn, and send a bit for each element; turns
+    send what the plan says."""
     root = checkout(tmp_path)
     text = write_text(tmp_path / "text")
     also = [*SHORT, "train.steps=12", f"data.source={text}"]
     said = follow("new-axis-implementation.md", root, also=also, env={"PYTHONPATH": str(root / "src")}, long=long)
-    assert int(said[0].done.out.split(" passed")[0].split()[-1]) >= 9
+    passed = [int(each.done.out.split(" passed")[0].split()[-1]) for each in said if each.command.startswith("pytest")]
+    assert passed[0] >= 9
+    assert passed[1:] == [7], "on 2 and 4 ranks, bf16 and fp16, two texts, and the table"
     if long:
         require_equal_and_learned(root / "runs", ["sign"], 12)
 

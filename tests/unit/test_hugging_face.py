@@ -25,6 +25,16 @@ pytestmark = pytest.mark.usefixtures("warm_starts")
 
 transformers = pytest.importorskip("transformers")
 TEXT = [name for name in ZOO if name not in ("vit", "bert", "t5", "mamba", "bloom", "falcon")]
+DBRX: dict[str, Any] = {
+    "model_type": "dbrx",
+    "d_model": 32,
+    "n_heads": 4,
+    "n_layers": 2,
+    "max_seq_len": 64,
+    "vocab_size": 96,
+    "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 5e5},
+    "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
+}
 
 
 def model_of(directory: Path, name: str, **args: Any) -> Any:
@@ -50,9 +60,14 @@ def test_logits_are_those_that_transformers_computes_of_the_same_weights(tmp_pat
     torch.testing.assert_close(loss_sum / count, wanted)
 
 
-def test_images_are_classified_as_transformers_does(tmp_path: Path) -> None:
-    module = model_of(tmp_path, "vit")
-    theirs = transformers.ViTForImageClassification(module.config).eval()
+@pytest.mark.parametrize(("model_type", "name"), [("vit", "ViT"), ("deit", "DeiT")])
+def test_images_are_classified_as_transformers_does(tmp_path: Path, model_type: str, name: str) -> None:
+    """Of DeiT's two classes the first, if config.json names none: transformers' own choice fails there."""
+    torch.manual_seed(3)
+    (tmp_path / "config.json").write_text(json.dumps(ZOO["vit"] | {"model_type": model_type}))
+    module = build(f"hf:{tmp_path}").eval()
+    assert module.config._attn_implementation == "sdpa"
+    theirs = getattr(transformers, f"{name}ForImageClassification")(module.config).eval()
     theirs.load_state_dict(module.state_dict())
     images, labels = torch.randn(3, 1, 8, 8), torch.tensor([1, 9, 4])
     with torch.no_grad():
@@ -107,6 +122,12 @@ def test_the_planner_measures_it_and_says_what_stays_whole(tmp_path: Path) -> No
         probe_foreign_shape(kind, {}, tmp_path / "cache")
 
 
+def test_a_config_that_says_all_that_its_model_reads_is_built(tmp_path: Path) -> None:
+    """Beside the next, which takes one setting out of it."""
+    (tmp_path / "config.json").write_text(json.dumps(DBRX))
+    assert len(find_blocks(build(f"hf:{tmp_path}"))) == 2
+
+
 @pytest.mark.parametrize(
     ("values", "args", "said"),
     [
@@ -116,10 +137,15 @@ def test_the_planner_measures_it_and_says_what_stays_whole(tmp_path: Path) -> No
         (ZOO["bert"] | {"model_type": "bert"}, {}, "bert, which is no causal language model"),
         ({"model_type": "clip"}, {}, "a clip has no one image_size"),
         (ZOO["llama"] | {"model_type": "llama"}, {"hiden_size": 3}, 'did you mean "hidden_size"'),
-        (ZOO["llama"] | {"model_type": "llama", "hidden_size": 33}, {}, "refused by transformers"),
+        (ZOO["llama"] | {"model_type": "llama", "hidden_size": 33}, {}, "a llama, is refused by transformers"),
         (ZOO["mixtral"] | {"model_type": "mixtral", "output_router_logits": True}, {}, "auxiliary loss"),
         (ZOO["llama"] | {"model_type": "llama", "quantization_config": {}}, {}, "quantized"),
         (ZOO["llama"] | {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, {}, "is a Llama"),
+        (
+            DBRX | {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0}},
+            {},
+            "a dbrx .*; its config.json must say attn_config.rope_theta",
+        ),
         ({"model_type": "resnet"}, {}, "no one image_size"),
         (ZOO["opt"] | {"model_type": "opt", "layerdrop": 0.1}, {}, "layers at random .layerdrop."),
     ],

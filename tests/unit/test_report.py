@@ -166,6 +166,15 @@ def test_loads_nothing(whole: Run) -> None:
     )
 
 
+def test_a_row_of_the_head_with_fewer_tiles_ends_in_the_colour_of_tiles(whole: Run) -> None:
+    """Lines between tiles are theirs: as the colour of what lies behind them, they were a bar beside the ninth of four
+    in a row."""
+    style = page_of(whole).source.partition("<style>")[2].partition("</style>")[0]
+    rules = dict(re.findall(r"^(dl\.keys(?: > div)?) \{(.*?)\}", style, re.DOTALL | re.MULTILINE))
+    assert "background: var(--card);" in rules["dl.keys"]
+    assert "box-shadow: 0 0 0 1px var(--line);" in rules["dl.keys > div"]
+
+
 def test_text_of_the_run_is_escaped(whole: Run) -> None:
     page = page_of(whole)
     assert "<img" not in page.source

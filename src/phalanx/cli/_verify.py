@@ -37,6 +37,7 @@ from phalanx.verify.cases import (
     not_judged,
     shrunk,
 )
+from phalanx.verify.flips import UPDATE_TOLERANCE
 from phalanx.verify.pipelines import num_blocks_for
 from phalanx.verify.row import ROWS, Row
 
@@ -310,9 +311,8 @@ def describe_row(row: Mapping[str, Any]) -> list[str]:
     head = "DIFFERS"
     if row["ok"]:
         head = "lossy  " if row["compress"] != "none" else "flipped" if row["flips"] else "equal  "
-    lines = [
-        f"{head} {row['layout']:<34} {row['dtype']}  {errors}  (allowed {row['tolerance']:.0e}, {row['wall_s']:.1f} s)"
-    ]
+    allowed = f"{row['tolerance']:.0e}" + (f", update {UPDATE_TOLERANCE:.0e}" if "update" in row["errors"] else "")
+    lines = [f"{head} {row['layout']:<34} {row['dtype']}  {errors}  (allowed {allowed}, {row['wall_s']:.1f} s)"]
     if row["first"]:
         lines += [f"        first   {row['first']['text']}", f"        perhaps {row['first']['cause']}"]
     if row["flips"]:

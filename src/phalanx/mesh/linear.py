@@ -1,5 +1,5 @@
-"""What sharding rules can cut of a module: linear layers of torch and of transformers (Conv1D), those of experts, and
-embeddings.
+"""What sharding rules can cut of a module: linear layers of torch and of transformers (Conv1D), those of experts,
+transformers' experts, and embeddings.
 """
 
 from __future__ import annotations
@@ -29,6 +29,21 @@ def is_grouped(part: nn.Module) -> bool:
     return isinstance(weight, torch.Tensor) and weight.ndim == 3 and hasattr(part, "in_features")
 
 
+def is_stacked(part: nn.Module) -> bool:
+    """transformers' experts: parameters [experts, outputs, inputs] of one module, up or gate and up, and down."""
+    if getattr(part, "has_bias", True) or getattr(part, "is_transposed", True):
+        return False
+    own = part._parameters
+    matrices = [own.get(first_of_stack(part)), own.get("down_proj")]
+    is_whole = getattr(part, "is_concatenated", False) or not getattr(part, "has_gate", True)
+    return is_whole and len(own) == 2 and all(matrix is not None and matrix.ndim == 3 for matrix in matrices)
+
+
+def first_of_stack(part: nn.Module) -> str:
+    """The name of the parameter that rows of an expert meet first."""
+    return "gate_up_proj" if getattr(part, "has_gate", True) else "up_proj"
+
+
 def output_dim(part: nn.Module) -> int:
     """Of the weight of a linear layer."""
     return 1 if is_conv1d(part) or is_grouped(part) else 0
@@ -54,6 +69,8 @@ def holders(module: nn.Module) -> Iterator[Holder]:
         outputs = inputs = 0
         if is_linear(part) or is_grouped(part):
             outputs, inputs = part.weight.shape[output_dim(part)], part.weight.shape[input_dim(part)]
+        elif kind == "stacked":
+            _, outputs, inputs = getattr(part, first_of_stack(part)).shape
         elif isinstance(part, nn.Embedding):
             outputs, inputs = part.weight.shape
         yield Holder(full_name(name), kind, num_params, int(outputs), int(inputs))
@@ -65,6 +82,8 @@ def kind_of(part: nn.Module, *, is_attention: bool) -> str:
         return "attention"
     if is_linear(part) or is_grouped(part):
         return "grouped" if is_grouped(part) else "linear"
+    if is_stacked(part):
+        return "stacked"
     return "embedding" if isinstance(part, nn.Embedding) else type(part).__name__
 
 

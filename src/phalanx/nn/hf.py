@@ -53,7 +53,9 @@ def build(kind: str, **args: Any) -> nn.Module:
         raise
     except Exception as error:
         raise LayoutError(
-            f"transformers cannot build {kind}", why=f"{type(error).__name__}: {' '.join(str(error).split())}"
+            f"transformers cannot build {kind}, a {config.model_type}",
+            why=f"{type(error).__name__}: {' '.join(str(error).split())}",
+            fix=_missing_setting(config, error),
         ) from None
     adapted = _adapt(module, config)
     if not any(parameter.is_meta for parameter in adapted.parameters()):
@@ -84,7 +86,17 @@ def _config(kind: str, values: dict[str, Any], args: dict[str, Any]) -> Any:
     except LayoutError:
         raise
     except Exception as error:
-        raise LayoutError(f"{kind} is refused by transformers", why=" ".join(str(error).split())) from None
+        raise LayoutError(
+            f"{kind}, a {model_type}, is refused by transformers", why=" ".join(str(error).split())
+        ) from None
+
+
+def _missing_setting(config: Any, error: Exception) -> str | None:
+    """What to do where the error is that a config, or one inside of it, says nothing of what the model reads."""
+    asked = getattr(error, "obj", None) if isinstance(error, AttributeError) else None
+    parts = {"": config} | {f"{key}.": value for key, value in vars(config).items()}
+    path = next((path for path, part in parts.items() if asked is not None and part is asked), None)
+    return None if path is None else f"its config.json must say {path}{error.name}"  # type: ignore[attr-defined]
 
 
 def _auto_class(kind: str, values: dict[str, Any], config: Any) -> Any:
@@ -121,12 +133,24 @@ def _auto_class(kind: str, values: dict[str, Any], config: Any) -> Any:
             f"{kind} leaves out layers at random ({dropping}), other ones on each rank, which would wait for these",
             fix=f"set model.args = {{ {dropping} = 0.0 }}",
         )
-    return transformers.AutoModelForCausalLM if is_causal else transformers.AutoModelForImageClassification
+    auto = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModelForImageClassification
+    classes = _classes(auto, config)
+    if len(classes) > 1 and not config.architectures:  # as DeiT's: transformers asks the config which one, and fails
+        config.architectures = [classes[0].__name__]
+    return auto
+
+
+def _classes(auto: Any, config: Any) -> list[Any]:
+    """Those that can build it; the first is what a config asks for that says nothing."""
+    found = auto._model_mapping[type(config)]
+    return list(found) if isinstance(found, list | tuple) else [found]
 
 
 def _attention(auto: Any, config: Any) -> str:
     """torch's own attention where the model has it, else the one that is written out."""
-    return "sdpa" if getattr(auto._model_mapping[type(config)], "_supports_sdpa", False) else "eager"
+    classes = _classes(auto, config)
+    chosen = next((one for one in classes if one.__name__ in (config.architectures or ())), classes[0])
+    return "sdpa" if getattr(chosen, "_supports_sdpa", False) else "eager"
 
 
 def _with_weights(kind: str, auto: Any, config: Any, directory: Any) -> nn.Module:

@@ -11,9 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from phalanx.mesh.linear import is_linear
+from phalanx.mesh.linear import first_of_stack, is_linear, is_stacked
 
 COLUMN, ROW, PARTIAL = "colwise", "rowwise", "replicated_with_grad_allreduce"
+EXPERTS, FUSED_COLUMN = "moe_tp_experts", "packed_colwise"
 COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads")
 
 OWN_PLANS: dict[str, dict[str, str]] = {
@@ -69,12 +70,22 @@ def _from_plan(module: Any, plan: dict[str, str]) -> dict[str, str]:
         covered = {
             child: plan[f"{pattern}.{child}"] for child, _ in part.named_children() if f"{pattern}.{child}" in plan
         }
+        if is_stacked(part):
+            found[pattern].append(_rules_of_experts(part, pattern, plan))
+            continue
         found[pattern].append(_rules_of_part(part, covered) if covered else {})
     rules: dict[str, str] = {}
     for pattern, made in found.items():
         if made[0] and all(other == made[0] for other in made):
             rules |= {f"{pattern}.{child}" if child else pattern: text for child, text in made[0].items()}
     return rules
+
+
+def _rules_of_experts(part: nn.Module, pattern: str, plan: dict[str, str]) -> dict[str, str]:
+    has_gate = first_of_stack(part) == "gate_up_proj"
+    wanted = {"": EXPERTS, f".{first_of_stack(part)}": FUSED_COLUMN if has_gate else COLUMN, ".down_proj": ROW}
+    is_covered = all(plan.get(f"{pattern}{name}") == kind for name, kind in wanted.items())
+    return {"": "experts parts=2" if has_gate else "experts"} if is_covered else {}
 
 
 def _rules_of_part(part: nn.Module, covered: dict[str, str]) -> dict[str, str]:

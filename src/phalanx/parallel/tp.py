@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from phalanx.core.errors import LayoutError
-from phalanx.mesh.linear import brought_rules, input_dim, is_conv1d, kind_of, output_dim
+from phalanx.mesh.linear import brought_rules, first_of_stack, input_dim, is_conv1d, kind_of, output_dim
 from phalanx.mesh.logical import Box, Cut, full_name
 from phalanx.mesh.tensor_group import TensorGroup, Vocabulary
 from phalanx.parallel import tp_modules
@@ -116,6 +116,8 @@ class _Surgery:
                 self._column(name, part, rule)
             elif rule.kind == "row":
                 self._row(name, part, rule)
+            elif rule.kind == "experts":
+                self._experts(name, part, rule)
             elif rule.kind == "vocab":
                 self._vocab(name, part, rule)
             elif rule.kind == "region":
@@ -203,6 +205,18 @@ class _Surgery:
             tp_modules.leave_unsummed(part, name, _length(spans))
         else:
             tp_modules.make_row(part, name, self.group, _length(spans))
+
+    def _experts(self, name: str, part: nn.Module, rule: Rule) -> None:
+        if self.group.cuts_sequence:
+            raise LayoutError(
+                f"{name} gets rows of tokens, of which nobody knows the sequence",
+                fix="parallel.sequence_parallel=false",
+            )
+        first, hidden = first_of_stack(part), part.down_proj.shape[2]  # type: ignore[union-attr,index]
+        self._cut(name, part, first, 1, self._spans(rule, getattr(part, first).shape[1], name))
+        self._cut(name, part, "down_proj", 2, self._spans(replace(rule, parts=rule.parts[:1]), hidden, name))
+        part.register_forward_pre_hook(functools.partial(tp_modules.enter_all, self.group), with_kwargs=True)
+        part.register_forward_hook(lambda module, args, output: self.group.leave(output))
 
     def _vocab(self, name: str, part: nn.Module, rule: Rule) -> None:
         is_embedding = isinstance(part, nn.Embedding)

@@ -117,6 +117,12 @@ def enter(group: TensorGroup, argument: str, part: nn.Module, args: Any, kwargs:
     raise LayoutError(f"{type(part).__name__} is called without activations, and a rule names it a region")
 
 
+def enter_all(group: TensorGroup, part: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Before experts, whose rows and whose weights of rows both have a gradient."""
+    entered = [group.enter(value) if _are_activations(value) else value for value in args]
+    return tuple(entered), {k: group.enter(value) if _are_activations(value) else value for k, value in kwargs.items()}
+
+
 def _are_activations(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim >= 2
 

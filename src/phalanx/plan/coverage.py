@@ -13,6 +13,10 @@ from phalanx.job.tensors import holders_of, module_names
 from phalanx.plan.rules import CUTS, Rule, matches, parse_rules, rule_of, rules_of
 
 NUM_NAMED = 3
+CUTTABLE = {
+    "vocab": (("linear", "embedding"), "embeddings and linear layers"),
+    "experts": (("stacked",), "experts whose matrices are stacked"),
+}
 SHARE_WORTH_A_WORD = 0.01  # of all parameters
 
 
@@ -81,9 +85,8 @@ def require_cuttable(rule: Rule, name: str, kind: str) -> None:
             where=where,
             fix="leave it out, and it stays whole on every rank; or write it with nn.Linear for q, k, v and o",
         )
-    legal = ("linear", "embedding") if rule.kind == "vocab" else ("linear", "grouped")
-    if kind not in legal:
-        wanted = "embeddings and linear layers" if rule.kind == "vocab" else "linear layers"
+    kinds, wanted = CUTTABLE.get(rule.kind, (("linear", "grouped"), "linear layers"))
+    if kind not in kinds:
         raise LayoutError(
             f"{name} is {'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}, and {rule.kind} cuts {wanted}",
             where=where,

@@ -4,6 +4,8 @@ A rule is a line of text for the modules whose name matches a pattern (`blocks.*
 
     column [heads=8] [parts=2] [gather]   a matrix is cut by what it puts out
     row [heads=8] [unsummed]              ... by what it takes in; what ranks put out is added up, unless it is left so
+    experts [parts=2]                     transformers' stacked matrices of experts, up (parts=2: gate and up) and down,
+                                          are cut by the features between; what ranks put out is added up
     vocab                                 an embedding, or a head, is cut by tokens
     region [argument] [summed] [divide=a,b]  between here and the rows inside, ranks work on parts of the same tokens;
                                           summed: what comes out are parts of a sum, and is added up here
@@ -28,13 +30,14 @@ from phalanx.core.errors import LayoutError, did_you_mean
 from phalanx.core.units import plural
 from phalanx.job.shape import ModelShape
 
-Kind = Literal["column", "row", "vocab", "region", "sequence", "partial", "replicate"]
+Kind = Literal["column", "row", "experts", "vocab", "region", "sequence", "partial", "replicate"]
 KINDS: tuple[str, ...] = get_args(Kind)
-CUTS = ("column", "row", "vocab")
+CUTS = ("column", "row", "experts", "vocab")
 _FLAGS = ("gather", "summed", "unsummed")
 _OPTIONS = {
     "column": ("heads", "parts", "gather"),
     "row": ("heads", "unsummed"),
+    "experts": ("parts",),
     "region": ("divide", "summed"),
     "partial": ("divide",),
     "replicate": ("divide",),

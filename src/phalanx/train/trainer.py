@@ -265,7 +265,8 @@ class Trainer:
         self._said_to_draw |= set(news)
         for name, why in news.items() if self.plan.layout.world_size > 1 and speaks_for_stage(self.mesh) else ():
             text = f"{name or 'the model'}: {why}, which depend on the layout; a run repeats itself all the same"
-            self.bus.emit(Note("warning", {"warning": "draws_depend_on_layout", "text": text}))
+            # "why" is what the console shows; the plan's own warnings, without one, it has shown before the start.
+            self.bus.emit(Note("warning", {"warning": "draws_depend_on_layout", "text": text, "why": text}))
         self._say_unused()
 
     def _say_unused(self) -> None:
