@@ -139,7 +139,7 @@ SHORT = (  # what every run of the tests judges
     Judged("experts, as in Mixtral", 2, "ddp-ep2,zero3-ep2", ("--shrink", "--model=mixtral-8x7b", "data.seq_len=32")),
     Judged("Hugging Face: qwen3", 2, "zero3,tp2", ("--model", "hf:qwen3"), place=str(HF_CONFIGS)),
 )
-EASED = "judged by what float32 loses"  # begins the note on it
+EASED = "judged by what rounding to float32 costs"  # begins the note on it
 STEPS = 2  # gradients of the second are those of weights that the layout has moved
 ERRORS = ("loss", "norm", "gradient", "weight", "update")
 NOT_JUDGED = ("weight",)  # where a part of gradients stays behind: of the last step, and told beside what is judged
@@ -150,7 +150,7 @@ HEAD = (
     "What `phalanx verify` measured: each layout beside one process, as [verify.md](verify.md) defines the errors.",
     f"Each row is {STEPS} optimizer steps of several microbatches, with uneven numbers of targets.",
     'Allowed are 1e-10 in float64 (1e-8 after the job\'s optimizer, "update") and 1e-5 in float32, unless a cell says '
-    "otherwise: models that compute in float32 on their way (Gemma's norms do) are judged by that in float64, too, and "
+    "otherwise: models that compute in float32 on their way (the norms of most Hugging Face models do) are judged by that in float64, too, and "
     "casts of gradients by what they round.",
     'Compressed gradients equal nothing by design ("lossy"): of int8, powersgd and topk "gradient" is what the first '
     "step sends and what it keeps, added up, and weights are told and not judged.",
@@ -207,7 +207,7 @@ def cell_of(row: dict[str, Any]) -> str:
     if row["tolerance"] != TOLERANCE[row["dtype"]]:
         found += f" (allowed {row['tolerance']:.0e})"
     if any(note.startswith(EASED) for note in row["notes"]):
-        found += " (gradient: allowed what float32 loses)"
+        found += " (gradient: allowed what rounding costs)"
     return found + (f" (flipped: {len(row['flips'])})" if row["flips"] else "")
 
 
