@@ -24,7 +24,7 @@ from models import WITH_PIPELINES, global_batches, plan, shape, share
 from phalanx.checkpoint.chunks import StoredFile
 from phalanx.checkpoint.folder import LocalFolder
 from phalanx.checkpoint.load import load
-from phalanx.checkpoint.manifest import MANIFEST, body_xxh3, list_checkpoints, read_manifest
+from phalanx.checkpoint.manifest import MANIFEST, body_xxh3, list_checkpoints, manifest_bytes, read_manifest
 from phalanx.checkpoint.save import save
 from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.checkpoint.whole import WholeTensors
@@ -346,7 +346,7 @@ def edit(directory: Path, change: Callable[[dict[str, Any]], Any], *, sign: bool
     change(body)
     if sign:
         body["xxh3"] = body_xxh3(body)
-    path.write_text(json.dumps(body))
+    path.write_bytes(manifest_bytes(body))
 
 
 def pieces(body: dict[str, Any], name: str = "big") -> list[dict[str, Any]]:

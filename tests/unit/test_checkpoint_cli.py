@@ -14,7 +14,7 @@ from torch import nn
 from phalanx.checkpoint.best import write_best
 from phalanx.checkpoint.choose import choose_checkpoint
 from phalanx.checkpoint.locks import hold_run_lock
-from phalanx.checkpoint.manifest import body_xxh3
+from phalanx.checkpoint.manifest import body_xxh3, manifest_bytes
 from phalanx.checkpoint.weights import load_weights
 from phalanx.cli._app import run
 from phalanx.core.errors import CheckpointError
@@ -76,7 +76,7 @@ def test_what_is_found_in_a_checkpoint_is_printed_without_secrets(
     tensor["pieces"] *= 2
     body["tensors"] = {"https://me:hunter2hunter2@host/SEKRET-1234567": tensor}
     body["xxh3"] = body_xxh3(body)
-    (newest / "manifest.json").write_text(json.dumps(body))
+    (newest / "manifest.json").write_bytes(manifest_bytes(body))
     for verb in ("verify", "ls", "diff"):
         places = [str(a_run)] * (2 if verb == "diff" else 1)
         code, out, err = phalanx(capsys, verb, *places, *as_json)

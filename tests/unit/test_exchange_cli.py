@@ -24,7 +24,7 @@ from phalanx.checkpoint.exchange.families import family_of
 from phalanx.checkpoint.exchange.new_directory import new_directory
 from phalanx.checkpoint.exchange.settings import config_of_shape
 from phalanx.checkpoint.exchange.stored import StoredBag
-from phalanx.checkpoint.manifest import MANIFEST, body_xxh3, read_manifest
+from phalanx.checkpoint.manifest import MANIFEST, body_xxh3, manifest_bytes, read_manifest
 from phalanx.cli._app import run
 from phalanx.core.registry import names
 from phalanx.job.load import load_job
@@ -394,7 +394,7 @@ def test_one_pickle_in_a_whole_checkpoint_is_never_run(
     if is_listed:
         body = json.loads((path.parent / MANIFEST).read_text())
         body["files"][path.name] = asdict(StoredFile.of(path))
-        (path.parent / MANIFEST).write_text(json.dumps(body | {"xxh3": body_xxh3(body)}))
+        (path.parent / MANIFEST).write_bytes(manifest_bytes(body | {"xxh3": body_xxh3(body)}))
     codes = {verb: phalanx(capsys, verb, *arguments(folder))[0] for verb, arguments in READING.items()}
     codes["load"] = run(["plan", f"model.init_from={folder}"])
     assert "Traceback" not in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,7 @@ def save(run_dir: Path, step: int) -> Path:
     stored = write_file(directory / "a.safetensors", [Source("w#0", "float32", (8,), lambda: data.view(np.uint8))])
     tensor = StoredTensor((8,), "float32", (Piece("a.safetensors", "w#0", (0,), (8,)),))
     manifest = Manifest(step, "", {}, {}, {"w": tensor}, {}, {"a.safetensors": stored})
-    (directory / MANIFEST).write_text(json.dumps(manifest.to_json()))
+    (directory / MANIFEST).write_bytes(manifest.to_bytes())
     return directory
 
 

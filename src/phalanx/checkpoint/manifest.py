@@ -6,7 +6,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,10 @@ class Manifest:
         body = {"format": FORMAT, "chunk_bytes": CHUNK_BYTES, **asdict(self)}
         return {**body, "xxh3": body_xxh3(body)}
 
+    def to_bytes(self) -> bytes:
+        """What stands in manifest.json."""
+        return manifest_bytes(self.to_json())
+
     @property
     def num_bytes(self) -> int:
         return sum(file.num_bytes for file in self.files.values())
@@ -95,7 +99,8 @@ def read_manifest(place: Folder | Path) -> Manifest:
     folder = as_folder(place)
     path = folder.where(MANIFEST)
     try:
-        body = json.loads(folder.read(MANIFEST).decode())
+        text = folder.read(MANIFEST)
+        body = json.loads(text.decode())
         found_xxh3 = body_xxh3(body) if isinstance(body, dict) else ""  # ValueError for numbers that are none
     except FileNotFoundError:
         raise CheckpointError("incomplete: it was never committed", where=folder.url) from None
@@ -106,6 +111,8 @@ def read_manifest(place: Folder | Path) -> Manifest:
         raise CheckpointError(f"format {found!r} is not {FORMAT}", where=path, fix="use the release that wrote it")
     if body.get("xxh3") != found_xxh3:
         raise CheckpointError("the manifest is not what was written", where=path, why="its checksum differs")
+    if text != manifest_bytes(body):  # a space more, a key that is there twice: the checksum is of what was parsed
+        raise CheckpointError("the manifest is not what was written", where=path, why="it is written another way")
     try:
         manifest = _parse(body)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -130,6 +137,21 @@ def _require_own_step(folder: Folder, manifest: Manifest) -> None:
 def body_xxh3(body: Mapping[str, Any]) -> str:
     """XXH3-64 of a manifest's content, whatever its spacing and order."""
     return xxhash.xxh3_64_hexdigest(canonical_json({key: body[key] for key in body if key != "xxh3"}).encode())
+
+
+def manifest_bytes(body: Mapping[str, Any]) -> bytes:
+    """The one way in which a manifest is written, so that its content, which has a checksum, decides every byte."""
+    return (json.dumps(body, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def check_aliases(aliases: Mapping[str, Any], tensors: Container[str]) -> dict[str, str]:
+    """`aliases` if each leads from a name that no tensor has to a tensor; ValueError if not."""
+    for name, stored_as in aliases.items():
+        if name in tensors:
+            raise ValueError(f"{name!r} is a tensor of its own, and tied to {stored_as!r}")
+        if not isinstance(stored_as, str) or stored_as not in tensors:
+            raise ValueError(f"{name!r} is tied to {stored_as!r}, which is no tensor")
+    return dict(aliases)
 
 
 def _parse(body: Mapping[str, Any]) -> Manifest:
@@ -166,7 +188,7 @@ def _parse(body: Mapping[str, Any]) -> Manifest:
         {str(axis): int(degree) for axis, degree in body["layout"].items()},
         dict(body["facts"]),
         tensors,
-        dict(body["aliases"]),
+        check_aliases(body["aliases"], tensors),
         files,
         int(body.get("epoch", 0)),
     )

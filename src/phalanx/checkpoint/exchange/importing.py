@@ -164,8 +164,7 @@ def _write_checkpoint(weights: Weights, directory: Path, file_bytes: int, progre
         "hugging_face": dict(weights.settings or {}),
     }
     manifest = Manifest(0, "", {}, facts, tensors, dict(weights.aliases), files)
-    text = json.dumps(manifest.to_json(), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
-    store.commit(draft, text.encode())
+    store.commit(draft, manifest.to_bytes())
 
 
 def _shape_of(parts: Sequence[Piece]) -> tuple[int, ...]:
