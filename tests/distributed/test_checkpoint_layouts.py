@@ -403,7 +403,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "truncated file": ("bytes, not the", lambda d: (d / FILE).write_bytes((d / FILE).read_bytes()[:-1])),
     "missing file": ("is missing", lambda d: (d / FILE).unlink()),
     "swapped files": ("written", swap_files),
-    "missing manifest": ("never committed", lambda d: (d / MANIFEST).unlink()),
+    "missing manifest": ("manifest.json is missing", lambda d: (d / MANIFEST).unlink()),
     "truncated manifest": ("cannot be read", lambda d: (d / MANIFEST).write_bytes((d / MANIFEST).read_bytes()[:200])),
     "manifest is a list": ("format", lambda d: (d / MANIFEST).write_text("[]")),
     "edited fact": ("checksum", lambda d: edit(d, lambda b: b["facts"].update(step=8), sign=False)),

@@ -86,11 +86,29 @@ def test_what_is_found_in_a_checkpoint_is_printed_without_secrets(
         assert "https://me:***@host/***" in out + err or verb == "ls"
 
 
-def test_verify_says_what_was_never_committed(a_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (a_run / "checkpoints" / "step-30" / "manifest.json").unlink()
-    code, _, err = phalanx(capsys, "verify", str(a_run / "checkpoints" / "step-30"))
-    assert (code, "never committed" in err) == (5, True)
-    assert phalanx(capsys, "verify", str(a_run))[0] == 0  # the newest that is one
+def test_a_checkpoint_without_its_manifest_is_damaged(a_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was renamed into place with one. The older ones are not taken for the newest in silence."""
+    newest = a_run / "checkpoints" / "step-30"
+    (newest / "manifest.json").unlink()
+    for verb in (["verify", str(newest)], ["verify", str(a_run)], ["diff", str(a_run), str(a_run)]):
+        code, _, err = phalanx(capsys, *verb)
+        assert (code, f"{newest}: it is damaged (manifest.json is missing)" in err) == (5, True)
+    code, out, _ = phalanx(capsys, "ls", str(a_run))
+    assert (code, out.splitlines()[-1].split()[:2]) == (0, ["step-30", "damaged:"])
+    with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
+        load_weights(nn.ParameterDict({"w": nn.Parameter(torch.zeros(8))}), a_run)
+
+
+def test_one_without_its_manifest_does_not_stand_for_the_last_good_one(
+    a_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (a_run / "best.json").unlink()
+    for path in (a_run / "checkpoints" / "step-30").iterdir():
+        path.unlink()
+    code, facts = as_json(capsys, "prune", str(a_run), "--keep-last", "1")
+    assert (code, facts["removed"]) == (0, [])
+    code, facts = as_json(capsys, "prune", str(a_run), "--keep-last", "2")
+    assert (code, facts["removed"], facts["kept"]) == (0, ["step-10"], ["step-20", "step-30"])
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_refused(

@@ -14,7 +14,7 @@ from typing import Any
 import xxhash
 
 from phalanx.checkpoint.chunks import CHUNK_BYTES, StoredFile
-from phalanx.checkpoint.folder import STEP_NAME, Folder, as_folder
+from phalanx.checkpoint.folder import STEP_NAME, Folder, LocalFolder, as_folder
 from phalanx.core.digest import canonical_json
 from phalanx.core.errors import CheckpointError
 
@@ -103,7 +103,7 @@ def read_manifest(place: Folder | Path) -> Manifest:
         body = json.loads(text.decode())
         found_xxh3 = body_xxh3(body) if isinstance(body, dict) else ""  # ValueError for numbers that are none
     except FileNotFoundError:
-        raise CheckpointError("incomplete: it was never committed", where=folder.url) from None
+        raise _without_manifest(folder) from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError("the manifest cannot be read", where=path, why=str(error)) from None
     if not isinstance(body, dict) or body.get("format") != FORMAT:
@@ -119,6 +119,13 @@ def read_manifest(place: Folder | Path) -> Manifest:
         raise CheckpointError("the manifest is damaged", where=path, why=repr(error)) from None
     _require_own_step(folder, manifest)
     return manifest
+
+
+def _without_manifest(folder: Folder) -> CheckpointError:
+    """A directory is renamed into place whole; an object store's folder may be an upload that never ended."""
+    if isinstance(folder, LocalFolder):
+        return CheckpointError("it is damaged", where=folder.url, why=f"{MANIFEST} is missing")
+    return CheckpointError("incomplete: it was never committed", where=folder.url)
 
 
 def _require_own_step(folder: Folder, manifest: Manifest) -> None:
@@ -213,20 +220,20 @@ def checkpoint_directory(run_dir: Path, step: int) -> Path:
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Committed checkpoints under a run's own directory, oldest first. Uncommitted directories have other names."""
+    """Checkpoints under a run's own directory, oldest first. Uncommitted directories have other names."""
     return list_folders(run_dir / "checkpoints")
 
 
 def list_folders(root: Path) -> list[Path]:
-    """Committed checkpoints in a directory, oldest first; none if it is not there.
+    """Checkpoints in a directory, oldest first; none if it is not there.
 
-    Raises CheckpointError where it cannot be seen what is there: that is not the same as nothing.
+    A `step-N` was renamed into place as a whole, so that one without a manifest is damaged, and not unfinished. Raises CheckpointError where it cannot be seen what is there: that is not the same as nothing.
     """
     found = []
     try:
         for name in os.listdir(root):
             match = STEP_NAME.fullmatch(name)
-            if match and _is_file(root / name / MANIFEST):
+            if match and (_is_file(root / name / MANIFEST) or _is_directory(root / name)):
                 found.append((int(match[1]), root / name))
     except FileNotFoundError:
         return []
@@ -234,6 +241,15 @@ def list_folders(root: Path) -> list[Path]:
         where = str(error.filename or root)
         raise CheckpointError("checkpoints cannot be looked for", where=where, why=error.strerror) from None
     return [entry for _, entry in sorted(found)]
+
+
+def _is_directory(path: Path) -> bool:
+    """Also where a link leads to nothing any more."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return False
+    return stat.S_ISDIR(mode) or stat.S_ISLNK(mode)
 
 
 def _is_file(path: Path) -> bool:
