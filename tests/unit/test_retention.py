@@ -80,7 +80,11 @@ def test_the_newest_that_verifies_is_never_removed(tmp_path: Path) -> None:
     said: list[str] = []
     damage(tmp_path / "checkpoints" / "step-4")
     damage(tmp_path / "checkpoints" / "step-3")
+    assert prune(store(tmp_path), Retention(last=2), say=said.append, dry_run=True) == []
+    said_before = said.copy()
+    said.clear()
     assert prune(store(tmp_path), Retention(last=2), say=said.append) == []
+    assert said == said_before
     assert steps(tmp_path) == [1, 2, 3, 4]
     assert "step-4 does not verify" in said[0]
     assert said[-1].endswith("nothing is removed")
