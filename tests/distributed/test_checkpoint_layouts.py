@@ -595,17 +595,15 @@ def test_a_checkpoint_of_another_seed_is_refused_with_the_state_untouched(tmp_pa
     assert untouched
 
 
-def test_an_unfinished_checkpoint_is_not_listed(tmp_path: Path) -> None:
+def test_an_unfinished_checkpoint_is_not_listed_and_one_without_a_manifest_is(tmp_path: Path) -> None:
     part = {"w": shard("w", torch.ones(3), [Box((0,), (0,), (3,))], strips=False, fill=True)}
     path = saved_path(tmp_path, 3, part, aliases={}, facts={}, job_digest="", group=ONE, phases=Phases())
-    for name, has_manifest in (
-        (".step-4.partial", True),
-        ("step-5", False),
-        ("step-x", True),
-        (".step-6.replaced", True),
-    ):
+    for name in (".step-4.partial", "step-x", ".step-6.replaced"):
         (path.parent / name).mkdir()
-        if has_manifest:
-            shutil.copy(path / MANIFEST, path.parent / name)
+        shutil.copy(path / MANIFEST, path.parent / name)
     assert list_checkpoints(tmp_path) == [path]
     assert read_manifest(path).step == 3
+    (path.parent / "step-7").write_text("no directory")
+    (path.parent / "step-5").mkdir()
+    (path.parent / "step-6").symlink_to("nowhere")
+    assert [found.name for found in list_checkpoints(tmp_path)] == ["step-3", "step-5", "step-6"]

@@ -227,7 +227,8 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 def list_folders(root: Path) -> list[Path]:
     """Checkpoints in a directory, oldest first; none if it is not there.
 
-    A `step-N` was renamed into place as a whole, so that one without a manifest is damaged, and not unfinished. Raises CheckpointError where it cannot be seen what is there: that is not the same as nothing.
+    A `step-N` was renamed into place as a whole, so that one without a manifest is damaged, and not unfinished. Raises
+    CheckpointError where it cannot be seen what is there: that is not the same as nothing.
     """
     found = []
     try:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from phalanx.checkpoint.choose import choose_checkpoint
 from phalanx.checkpoint.exchange.hf_directory import export_own_directory
-from phalanx.checkpoint.exchange.hf_export import Exported, Extras, Rounding, export_hugging_face
+from phalanx.checkpoint.exchange.hf_export import CONFIG, Exported, Extras, Rounding, export_hugging_face
 from phalanx.checkpoint.exchange.importing import KEPT_FILES, MODEL_TOML, Weights, write_import
 from phalanx.checkpoint.exchange.new_directory import refuse_old
 from phalanx.checkpoint.exchange.sources import open_source
@@ -17,12 +18,14 @@ from phalanx.checkpoint.folder import Folder
 from phalanx.cli._json import print_json, printing_json
 from phalanx.cli._origins import Origin, origin_of, run_of
 from phalanx.cli._progress import ProgressLine
-from phalanx.core.errors import CheckpointError, DataError, ExitCode, LayoutError, UsageError
+from phalanx.core.errors import CheckpointError, DataError, ExitCode, JobError, LayoutError, UsageError
 from phalanx.core.files import read_json
 from phalanx.core.units import format_bytes, format_count
 from phalanx.data.corpus import load_corpus
 from phalanx.data.tokenizer_files import TokenizerFiles, tokenizer_files
 from phalanx.job.hugging_face import is_hugging_face, read_config
+from phalanx.job.load import load_job
+from phalanx.job.model import shape_of
 from phalanx.job.model_toml import model_section
 from phalanx.job.toml import toml_value
 
@@ -145,7 +148,22 @@ def _job_file(weights: Weights, out: Path) -> str | None:
     text += model_section(weights.shape, more)
     if "tokenizer.json" in (weights.files or {}):
         text += f"\n[data]\ntokenizer = {toml_value(str(out / 'tokenizer.json'))}\n"
+    _require_job(text, weights)
     return text
+
+
+def _require_job(text: str, weights: Weights) -> None:
+    """Raise LayoutError unless `text` is a job of the weights' shape: a configuration may say what no job may."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / MODEL_TOML
+        path.write_text(text, encoding="utf-8")
+        try:
+            found, why = shape_of(load_job(path), 0), "its model would be another one"
+        except JobError as error:
+            found, why = None, "; ".join(f"{problem.key}: {problem.what}" for problem in error.problems)
+    if found != weights.shape:
+        where = str(Path(weights.origin) / CONFIG)
+        raise LayoutError("config.json describes a model that no job can have", where=where, why=why)
 
 
 def _origin(place: str, weights: StoredBag) -> Origin:

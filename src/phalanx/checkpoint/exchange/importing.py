@@ -23,7 +23,7 @@ from phalanx.checkpoint.manifest import Manifest, Piece, StoredTensor
 from phalanx.checkpoint.shard_file import write_stream
 from phalanx.checkpoint.stores import open_store
 from phalanx.core.disk import Disk, write_bytes_durably
-from phalanx.core.errors import CheckpointError
+from phalanx.core.errors import CheckpointError, LayoutError
 from phalanx.job.shape import ModelShape
 from phalanx.job.tensors import stored_shapes
 
@@ -74,7 +74,11 @@ def from_hugging_face(source: Path, bag: StackBag | None = None) -> Weights:
     Raises LayoutError for a model that phalanx does not have, MisfitError for tensors that are not that model's.
     """
     config = read_config(source)
-    shape = shape_of_config(config)
+    try:
+        shape = shape_of_config(config)
+    except LayoutError as error:
+        error.where = str(source / CONFIG)
+        raise
     family, shapes = family_of(config["model_type"]), stored_shapes(shape)
     theirs = bag or open_safetensors(source)
     found = to_ours(family, shapes, theirs)

@@ -63,6 +63,9 @@ def _notes(found: Unpickled) -> list[str]:
         many = found.num_skipped > 1
         words = "things in it are no tensors and are" if many else "thing in it is no tensor and is"
         notes.append(f"{found.num_skipped} {words} left out")
+    if found.left_out:
+        more = f" and {len(found.left_out) - 5} more" if len(found.left_out) > 5 else ""
+        notes.append(f"no checkpoint can hold {', '.join(found.left_out[:5])}{more}: left out")
     if found.ran_code:
         notes.append("torch cannot read it as mere weights: it was unpickled in full, with whatever that runs")
     return notes
