@@ -164,14 +164,14 @@ def check_aliases(aliases: Mapping[str, Any], tensors: Container[str]) -> dict[s
 def _parse(body: Mapping[str, Any]) -> Manifest:
     tensors = {
         name: StoredTensor(
-            tuple(map(int, t["shape"])),
+            tuple(map(_count, t["shape"])),
             str(t["dtype"]),
             tuple(
                 Piece(
                     _file_name(p["file"]),
                     str(p["key"]),
-                    tuple(map(int, p["offset"])),
-                    tuple(map(int, p["size"])),
+                    tuple(map(_count, p["offset"])),
+                    tuple(map(_count, p["size"])),
                     str(p.get("xxh3_128", "")),
                 )
                 for p in t["pieces"]
@@ -190,19 +190,25 @@ def _parse(body: Mapping[str, Any]) -> Manifest:
                 if not 0 <= offset <= offset + size <= length:
                     raise ValueError(f"{name} has a piece outside its shape {list(tensor.shape)}")
     return Manifest(
-        int(body["step"]),
+        _count(body["step"]),
         str(body["job_digest"]),
         {str(axis): int(degree) for axis, degree in body["layout"].items()},
         dict(body["facts"]),
         tensors,
         check_aliases(body["aliases"], tensors),
         files,
-        int(body.get("epoch", 0)),
+        _count(body.get("epoch", 0)),
     )
 
 
+def _count(number: Any) -> int:
+    if type(number) is not int or number < 0:
+        raise ValueError(f"{number!r} is no count")
+    return number
+
+
 def _stored_file(name: str, facts: Mapping[str, Any]) -> StoredFile:
-    stored = StoredFile(int(facts["num_bytes"]), str(facts["chunks_xxh3"]))
+    stored = StoredFile(_count(facts["num_bytes"]), str(facts["chunks_xxh3"]))
     if not re.fullmatch(r"([0-9a-f]{16})*", stored.chunks_xxh3) or len(stored.chunks_xxh3) != 16 * stored.num_chunks:
         raise ValueError(f"{name} has {len(stored.chunks_xxh3)} digits of checksums for {stored.num_bytes} bytes")
     return stored
