@@ -26,7 +26,6 @@ from phalanx.data.corpus import load_corpus
 from phalanx.data.tokenizer_files import TokenizerFiles, tokenizer_files
 from phalanx.job.hugging_face import is_hugging_face, read_config
 from phalanx.job.load import load_job
-from phalanx.job.model import shape_of
 from phalanx.job.model_toml import model_section
 from phalanx.job.toml import toml_value
 
@@ -154,17 +153,16 @@ def _job_file(weights: Weights, out: Path) -> str | None:
 
 
 def _require_job(text: str, weights: Weights) -> None:
-    """Raise LayoutError unless `text` is a job of the weights' shape: a configuration may say what no job may."""
+    """Raise LayoutError unless `text` is a job that phalanx takes: a configuration may say what no job may."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / MODEL_TOML
         path.write_text(text, encoding="utf-8")
         try:
-            found, why = shape_of(load_job(path), 0), "its model would be another one"
+            load_job(path)
         except JobError as error:
-            found, why = None, "; ".join(f"{problem.key}: {problem.what}" for problem in error.problems)
-    if found != weights.shape:
-        where = str(Path(weights.origin) / CONFIG)
-        raise LayoutError("config.json describes a model that no job can have", where=where, why=why)
+            where = str(Path(weights.origin) / CONFIG)
+            why = "; ".join(f"{problem.key}: {problem.what}" for problem in error.problems)
+            raise LayoutError("config.json describes a model that no job can have", where=where, why=why) from None
 
 
 def _origin(place: str, weights: StoredBag) -> Origin:
