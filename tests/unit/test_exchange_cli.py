@@ -438,7 +438,8 @@ def save_as_torch_does(rank: int, folder: Path) -> None:
     dcp.save({"model": inner, "step": 3}, checkpoint_id=folder / "dcp", no_dist=True)
     (folder / "hf").mkdir()
     torch.save(
-        {name: torch.from_numpy(tensor) for name, tensor in weights().items()}, folder / "hf" / "pytorch_model.bin"
+        {name: torch.from_numpy(tensor) for name, tensor in weights().items()} | {"sparse": torch.eye(2).to_sparse()},
+        folder / "hf" / "pytorch_model.bin",
     )
     (folder / "hf" / "config.json").write_text(json.dumps(config_of_shape(SHAPE)))
 
@@ -465,8 +466,11 @@ def save_what_loses_tensors(rank: int, folder: Path) -> None:
     dcp.save({"a._orig_mod.w": one, "a.w": other}, checkpoint_id=folder / "dcp", no_dist=True)
     dcp.save({"w": one}, checkpoint_id=folder / "torn", no_dist=True)
     (folder / "torn" / ".metadata").write_bytes(b"e said the dice\n")
-    for name in ("two", "two/hf"):
+    for name in ("two", "twice"):
         (folder / name).mkdir()
+    theirs = {name: torch.from_numpy(tensor) for name, tensor in weights().items()}
+    torch.save(theirs | {"norm.weight": theirs["model.norm.weight"] + 1}, folder / "twice" / "pytorch_model.bin")
+    (folder / "twice" / "config.json").write_text(json.dumps(config_of_shape(SHAPE)))
     for number in (1, 2):
         torch.save({"w": one}, folder / "two" / f"pytorch_model-{number}.bin")
     torch.save({"w": one.to_sparse(), "z": one.to(torch.complex128), "s": one}, folder / "strange.pt")
@@ -494,6 +498,9 @@ def test_no_tensor_is_lost_in_silence(tmp_path: Path, capsys: pytest.CaptureFixt
         said = refused(capsys, "import", tmp_path / name, "--out", out, "--trust-pickle", code=5)
         assert said.startswith(f"phalanx: {tmp_path / name}: {words}"), said
         assert ".unpickled-" not in said
+    said = refused(capsys, "import", tmp_path / "twice", "--out", out, "--trust-pickle", code=5)
+    assert said.startswith(f"phalanx: {tmp_path / 'twice'}: ")
+    assert "are the same tensor of the model" in said
     code, told, _ = phalanx(capsys, "import", tmp_path / "strange.pt", "--out", out, "--trust-pickle", "--json")
     assert (code, list(tensors_of(out))) == (0, ["s"])
     assert json.loads(told)["notes"] == ["no checkpoint can hold w (sparse_coo), z (complex128): left out"]
@@ -524,8 +531,9 @@ def test_trusted_files_of_torch_become_checkpoints(tmp_path: Path, capsys: pytes
     found, notes = taken("dcp", "--prefix", "model.a.")
     assert found == {"weight": wanted["a.weight"]}
     assert notes == ["1 thing in it is no tensor and is left out", "of 2 tensors 1 do not begin with 'model.a.'"]
-    found, _ = taken("hf")
+    found, notes = taken("hf")
     assert "blocks.0.ffn.down.weight" in found
+    assert notes == ["no checkpoint can hold sparse (sparse_coo): left out"]
     assert "--trust-pickle" in refused(capsys, "import", tmp_path / "hf", "--out", tmp_path / "x", code=5)
 
 

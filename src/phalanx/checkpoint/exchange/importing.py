@@ -92,7 +92,11 @@ def from_hugging_face(source: Path, bag: StackBag | None = None) -> Weights:
         )
     settings = {key: config[key] for key in KEPT_SETTINGS if config.get(key) is not None}
     files = {name: source / name for name in KEPT_FILES if (source / name).is_file()}
-    tensors = tuple(together(shapes, found.tensors))
+    try:
+        tensors = tuple(together(shapes, found.tensors))
+    except CheckpointError as error:
+        error.where = error.where or str(source)
+        raise
     notes = tuple(f"{name} is left out: the embedding is the head, config.json says" for name in found.tied_heads)
     return Weights(str(source), tensors, shape, settings, files, notes)
 

@@ -58,6 +58,7 @@ def unpickled(source: Path, *, beside: Path) -> Iterator[Unpickled]:
         with TemporaryDirectory(dir=beside, prefix=".unpickled-") as folder:
             answer = _read(source.absolute(), Path(folder))
             bag = open_safetensors(Path(folder))
+            bag.where = str(source)  # the folder is nobody's who reads a message
             left_out = tuple(map(str, answer["left_out"]))
             yield Unpickled(
                 bag, int(answer["num_skipped"]), left_out, dict(answer["aliases"]), bool(answer["ran_code"])

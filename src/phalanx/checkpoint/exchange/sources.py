@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from phalanx.checkpoint.exchange.bags import INDEX, open_safetensors
@@ -41,7 +42,8 @@ def open_source(source: Path, *, prefix: str, trust_pickle: bool, beside: Path) 
         raise refuse_pickle(source)
     with unpickled(source, beside=beside) as found:
         if has_config:
-            yield from_hugging_face(source, found.bag)
+            weights = from_hugging_face(source, found.bag)
+            yield replace(weights, notes=(*weights.notes, *_notes(found)))
         else:
             yield as_they_are(str(source), found.bag, prefix=prefix, aliases=found.aliases, notes=_notes(found))
 
