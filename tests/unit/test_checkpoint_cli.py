@@ -256,6 +256,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "a directory in it": ("more is in it", lambda d: (d / "more").mkdir()),
     "a pipe in it": ("more is in it", lambda d: os.mkfifo(d / "more")),
     "a type that nobody writes": ("of type int3", lambda d: edit(d, lambda b: b["tensors"]["w"].update(dtype="int3"))),
+    "a tie to no tensor": ("'v' is tied to 'u'", lambda d: edit(d, lambda b: b.update(aliases={"v": "u"}))),
     "a negative length": ("-1 is no count", lambda d: edit(d, lambda b: resize(b, [-1]))),
     "a negative step": ("-6 is no count", lambda d: edit(d, lambda b: b.update(step=-6))),
     "more than the pieces make": ("the pieces of w do not", lambda d: edit(d, lambda b: resize(b, [9]))),
