@@ -129,7 +129,9 @@ def targets() -> dict[Path, str]:
     """Every generated file and its text."""
     schema = schema_text()
     models, own_code, costs = HERE / "models.md", HERE / "own-code.md", HERE / "strategies.md"
+    checkpoints = HERE / "checkpoint-format.md"
     with_tables = runpy.run_path(str(HERE / "strategies.py"))["with_tables"]
+    with_counts = runpy.run_path(str(HERE / "layout_counts.py"))["with_counts"]
     return {
         HERE / "reference.md": reference(),
         HERE / FILE: schema,
@@ -137,6 +139,7 @@ def targets() -> dict[Path, str]:
         models: with_table(models.read_text(encoding="utf-8")),
         own_code: with_examples(own_code.read_text(encoding="utf-8")),
         costs: with_tables(costs.read_text(encoding="utf-8")),
+        checkpoints: with_counts(checkpoints.read_text(encoding="utf-8")),
     }
 
 

@@ -14,10 +14,12 @@ BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"} 
 
 
 def read_manifest(directory: Path) -> dict:
-    body = json.loads((directory / "manifest.json").read_bytes())
+    written = (directory / "manifest.json").read_bytes()
+    body = json.loads(written)
+    way = json.dumps(body, indent=1, sort_keys=True, ensure_ascii=False) + "\n"  # so that every byte is under it
     signed = {key: value for key, value in body.items() if key != "xxh3"}
     text = json.dumps(signed, sort_keys=True, separators=(",", ":"))
-    if body["format"] != 2 or xxhash.xxh3_64_hexdigest(text.encode()) != body["xxh3"]:
+    if written != way.encode() or body["format"] != 2 or xxhash.xxh3_64_hexdigest(text.encode()) != body["xxh3"]:
         raise ValueError(f"{directory}: the manifest is not what was written")
     return body
 

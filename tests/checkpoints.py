@@ -16,7 +16,7 @@ import torch
 
 from phalanx.checkpoint.folder import Folder
 from phalanx.checkpoint.load import load
-from phalanx.checkpoint.manifest import MANIFEST, Manifest, Piece, body_xxh3, read_manifest
+from phalanx.checkpoint.manifest import MANIFEST, Manifest, Piece, body_xxh3, manifest_bytes, read_manifest
 from phalanx.checkpoint.save import save
 from phalanx.checkpoint.shard_file import CheckedFile
 from phalanx.checkpoint.stores import open_store
@@ -189,4 +189,4 @@ def edit_manifest(directory: Path, change: Callable[[dict[str, Any]], Any]) -> N
     body = json.loads(path.read_text())
     change(body)
     body["xxh3"] = body_xxh3(body)
-    path.write_text(json.dumps(body))
+    path.write_bytes(manifest_bytes(body))

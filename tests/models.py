@@ -87,9 +87,10 @@ def plan(
     recompute: str = "none",
     precision: str = "fp32",
     num_experts: int = 0,
+    experts: dict[str, int] | None = None,
     **parallel: Any,
 ) -> Plan:
-    """The plan of a job with this layout."""
+    """The plan of a job with this layout. `experts`: more keys of [model]."""
     job = Job.model_validate(
         {
             "model": {
@@ -99,6 +100,7 @@ def plan(
                 "num_kv_heads": 2,
                 "ffn_dim": 40,
                 "num_experts": num_experts,
+                **(experts or {}),
             },
             "data": {"seq_len": SEQ_LEN},
             "train": {
@@ -154,6 +156,69 @@ WITH_PIPELINES: dict[int, dict[str, dict[str, Any]]] = {
         "pp-zero3": {"pp": 2, "dp_shard": 2, "zero_stage": 3},
     },
 }
+
+# What checkpoints are crossed between: ways of one layout, and combinations that others leave out, besides.
+SAVED: dict[int, dict[str, dict[str, Any]]] = {
+    1: WITH_PIPELINES[1],
+    2: {
+        **WITH_PIPELINES[2],
+        "cp": {"cp": 2},
+        "zero1-offload": {"dp_shard": 2, "zero_stage": 1, "offload": "optimizer"},
+        "zero3-whole": {"dp_shard": 2, "zero_stage": 3, "keep_whole_below": 64, "blocks_per_unit": 2},
+    },
+    4: {
+        **WITH_PIPELINES[4],
+        "zero1-tp": {"dp_shard": 2, "tp": 2, "zero_stage": 1},
+        "zero2-tp": {"dp_shard": 2, "tp": 2, "zero_stage": 2},
+        "zero3-offload": {"dp_shard": 4, "zero_stage": 3, "offload": "optimizer"},
+        "zero2-whole": {"dp_shard": 4, "zero_stage": 2, "keep_whole_below": 500, "blocks_per_unit": "all"},
+        "zero3-cp": {"dp_shard": 2, "cp": 2, "zero_stage": 3},
+        "cp-tp": {"cp": 2, "tp": 2, "cp_attention": "all-gather"},
+        "pp-cp": {"pp": 2, "cp": 2},
+    },
+    8: {
+        "hsdp-tp": {"dp_replicate": 2, "dp_shard": 2, "tp": 2, "zero_stage": 3},
+        "pp-zero3-tp": {"pp": 2, "dp_shard": 2, "tp": 2, "zero_stage": 3},
+    },
+}
+
+EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_dim": 24, "num_shared_experts": 1}
+SAVED_EXPERTS: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"one": {}},
+    2: {"ep": {"dp_shard": 2, "ep": 2}, "ep-cp": {"cp": 2, "ep": 2}},
+    4: {
+        "zero1": {"dp_shard": 4, "zero_stage": 1},
+        "zero3": {"dp_shard": 4, "zero_stage": 3},
+        "ep": {"dp_shard": 4, "ep": 4},
+        "half-ep": {"dp_shard": 4, "ep": 2},
+        "hsdp-ep": {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
+        "ep-tp": {"dp_shard": 2, "tp": 2, "ep": 2},
+        "ep-cp": {"dp_shard": 2, "cp": 2, "ep": 4},
+        "pp-ep": {"pp": 2, "dp_shard": 2, "ep": 2},
+    },
+}
+
+
+def expert_pairs(*, quick: bool) -> list[tuple[str, str]]:
+    """As `saved_pairs`, of a model with experts."""
+    every = [f"{name}-{n}" for n, of in SAVED_EXPERTS.items() for name in of if n <= 2 or not quick]
+    return [(source, target) for target in every for source in every]
+
+
+def saved_pairs(*, quick: bool) -> list[tuple[str, str]]:
+    """(written under, read under) of `SAVED`: all, or those of `make test`, which have up to two ranks that read."""
+    first, every = ({f"{name}-{n}": n for n in of for name in of[n]} for of in (WITH_PIPELINES, SAVED))
+    if not quick:
+        return [(source, target) for target in every for source in every]
+    some = ("one-1", "zero3-tp-4", "pp-tp-4", "zero1-tp-4")  # for what only the long test crosses with everything
+    readers = [target for target, num_ranks in every.items() if num_ranks <= 2]
+    writers = [source for source, num_ranks in every.items() if num_ranks <= 4]
+    return [
+        (source, target)
+        for target in readers
+        for source in writers
+        if {source, target} <= set(first) or target in ("one-1", "zero3-2") or (target not in first and source in some)
+    ]
 
 
 class Odd(nn.Module):

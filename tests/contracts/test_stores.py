@@ -94,7 +94,8 @@ def shards(whole: Tensors) -> dict[str, LogicalShard]:
 
 
 def save_in(store: Store, step: int, whole: Tensors, **more: Any) -> Saved:
-    how = {"aliases": {"tied": "frozen"}, "facts": {"step": step}, "job_digest": "", "group": ONE, "phases": Phases()}
+    aliases = {"tied": "frozen"} if "frozen" in whole else {}
+    how = {"aliases": aliases, "facts": {"step": step}, "job_digest": "", "group": ONE, "phases": Phases()}
     return save(store, step, shards(whole), **how | more)  # type: ignore[arg-type]
 
 

@@ -467,28 +467,34 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("damage", ["flipped bit", pytest.param("manifest cut short", marks=pytest.mark.long)])
+LONG = ["manifest cut short", "manifest removed"]
+
+
+@pytest.mark.parametrize("damage", ["flipped bit", *(pytest.param(d, marks=pytest.mark.long) for d in LONG)])
 def test_a_damaged_checkpoint_is_refused_whole(finished: Path, tmp_path: Path, damage: str) -> None:
     """Exit 5 naming the file; the run directory's checkpoints and facts are as before."""
     folder = tmp_path / "copy"
     shutil.copytree(finished, folder)
     checkpoint = folder / "run" / "checkpoints" / "step-10"
-    victim = checkpoint / ("manifest.json" if damage == "manifest cut short" else "rank-0001.safetensors")
+    victim = checkpoint / ("rank-0001.safetensors" if damage == "flipped bit" else "manifest.json")
     data = bytearray(victim.read_bytes())
     if damage == "flipped bit":
         data[-100] ^= 1
     else:
         del data[len(data) // 2 :]
     victim.write_bytes(data)
+    if damage == "manifest removed":
+        victim.unlink()
     before = facts(folder / "run")
     done = run("train", "--resume", "run", "train.steps=12", cwd=folder)
     assert done.code == 5, done.err
     assert len(done.err.splitlines()) == 1, done.err
-    assert str(victim.relative_to(folder)) in done.err
+    assert str(checkpoint.relative_to(folder)) in done.err
+    assert victim.name in done.err
     assert "--fallback" in done.err
     assert facts(folder / "run") == before
     # A run that is done is done again from there, if what it left is damaged.
-    is_done = damage != "manifest cut short"
+    is_done = damage == "flipped bit"
     killed = ['resilience.inject=["kill:rank=1,step=7,phase=backward"]', "resilience.max_restarts=1"]
     more = killed if is_done else ["train.steps=12"]
     done = run("train", "--resume", "run", "--fallback", *more, cwd=folder)

@@ -9,7 +9,7 @@ import random
 import resource
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
 
-from models import WITH_PIPELINES, global_batches, plan, shape, share
+from models import (
+    EXPERTS,
+    SAVED,
+    SAVED_EXPERTS,
+    expert_pairs,
+    fill,
+    global_batches,
+    plan,
+    saved_pairs,
+    shape,
+    share,
+)
 from phalanx.checkpoint.chunks import StoredFile
 from phalanx.checkpoint.folder import LocalFolder
 from phalanx.checkpoint.load import load
-from phalanx.checkpoint.manifest import MANIFEST, body_xxh3, list_checkpoints, read_manifest
+from phalanx.checkpoint.manifest import MANIFEST, body_xxh3, list_checkpoints, manifest_bytes, read_manifest
 from phalanx.checkpoint.save import save
 from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.checkpoint.whole import WholeTensors
@@ -120,7 +131,7 @@ def put_together(mesh: Mesh, name: str, mine: torch.Tensor, shape: tuple[int, ..
 
 
 def each_layout(num_ranks: int) -> Iterator[tuple[str, dict[str, Any], Mesh]]:
-    for name, layout in WITH_PIPELINES[num_ranks].items():
+    for name, layout in SAVED[num_ranks].items():
         with open_mesh(plan(num_ranks, **layout).layout, device="cpu") as mesh:
             yield f"{name}-{num_ranks}", layout, mesh
 
@@ -136,12 +147,16 @@ def save_each(rank: int, num_ranks: int, root: Path) -> dict[str, tuple[Tensors,
     return found
 
 
-def load_each(rank: int, num_ranks: int, root: Path, saved: dict[str, Tensors]) -> dict[Any, Any]:
+def load_each(
+    rank: int, num_ranks: int, root: Path, saved: dict[str, Tensors], pairs: set[tuple[str, str]]
+) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     batch = global_batches(3)[2]
     for name, layout, mesh in each_layout(num_ranks):
         before = whole_tensors(new_state(mesh, layout))
         for source, reference in saved.items():
+            if (source, name) not in pairs:
+                continue
             assert all(not torch.equal(before[key], reference[key]) for key in reference)
             state = new_state(mesh, layout)
             state.restore(list_checkpoints(root / source)[-1], phases=Phases())
@@ -156,18 +171,35 @@ def load_each(rank: int, num_ranks: int, root: Path, saved: dict[str, Tensors]) 
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tuple[Tensors, int]]]:
     root = tmp_path_factory.mktemp("layouts")
     found: dict[str, tuple[Tensors, int]] = {}
-    for num_ranks in WITH_PIPELINES:
+    for num_ranks in (1, 2, 4):
         found |= run_ranks(num_ranks, save_each, num_ranks, root)[0]
     return root, found
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(4, marks=pytest.mark.long)])
-def test_restored_under_every_layout(num_ranks: int, saved: Any) -> None:
-    """Every bit of weights, moments and counts; and the next step's loss is the same in all of them."""
+@pytest.fixture(scope="module")
+def saved_by_eight(saved: Any) -> tuple[Path, dict[str, tuple[Tensors, int]]]:
     root, found = saved
+    return root, found | run_ranks(8, save_each, 8, root)[0]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_restored_under_another_layout(num_ranks: int, saved: Any) -> None:
+    """Every bit of weights, moments and counts; and the next step's loss is the same in all of them."""
+    restore_under(num_ranks, *saved, saved_pairs(quick=True))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_ranks", list(SAVED))
+def test_restored_under_every_layout(num_ranks: int, saved_by_eight: Any) -> None:
+    restore_under(num_ranks, *saved_by_eight, saved_pairs(quick=False))
+
+
+def restore_under(
+    num_ranks: int, root: Path, found: dict[str, tuple[Tensors, int]], pairs: list[tuple[str, str]]
+) -> None:
     tensors = {name: values for name, (values, _) in found.items()}
-    outcomes = run_ranks(num_ranks, load_each, num_ranks, root, tensors, deadline_s=600.0)
-    assert len(outcomes[0]) == len(WITH_PIPELINES[num_ranks]) * len(found)
+    outcomes = run_ranks(num_ranks, load_each, num_ranks, root, tensors, set(pairs), deadline_s=1800.0)
+    assert set(outcomes[0]) == {pair for pair in pairs if pair[1].endswith(f"-{num_ranks}")}
     for outcome in outcomes:
         for case, (wrong, step, loss) in outcome.items():
             assert wrong == [], case
@@ -185,6 +217,97 @@ def test_replicated_tensors_are_written_once(saved: Any) -> None:
         assert sum(files) == num_bytes
         assert len(files) == int(name[-1])
         assert max(files) < 0.75 * num_bytes or len(files) == 1, name
+
+
+# Experts
+
+
+def new_experts(mesh: Mesh, layout: dict[str, Any], *, scale: float = 1.0) -> TrainState:
+    module = Decoder(replace(shape(), **EXPERTS))
+    fill(module)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(scale)
+    model = parallelize(module.double(), plan(mesh.world_size, experts=EXPERTS, **layout), mesh)
+    return TrainState(model, build_optimizer(model, Optim(lr=1e-2)), seed=0)
+
+
+def put_together_by_blocks(state: TrainState) -> Tensors:
+    """Every tensor of the state from the blocks that ranks hold, which must agree where several hold the same."""
+    mine = [
+        (name, shard.global_shape, box.global_offset, view(shard.tensor, box.local_offset, box.size).detach().clone())
+        for name, shard in state.shards().items()
+        for box in shard.boxes
+    ]
+    every: list[Any] = [mine] * state.model.mesh.world_size
+    if state.model.mesh.world_size > 1:
+        torch.distributed.all_gather_object(every, mine)
+    found: Tensors = {}
+    held: Tensors = {}
+    for name, size, offset, block in (entry for rank in every for entry in rank):
+        whole = found.setdefault(name, torch.zeros(size, dtype=block.dtype))
+        seen = held.setdefault(name, torch.zeros(size, dtype=torch.bool))
+        here, known = (view(tensor, offset, tuple(block.shape)) for tensor in (whole, seen))
+        assert torch.equal(here[known], block[known]), name
+        here.copy_(block)
+        known.fill_(True)
+    assert all(seen.all() for seen in held.values())
+    return found
+
+
+def each_with_experts(num_ranks: int) -> Iterator[tuple[str, dict[str, Any], Mesh]]:
+    for name, layout in SAVED_EXPERTS[num_ranks].items():
+        with open_mesh(plan(num_ranks, experts=EXPERTS, **layout).layout, device="cpu") as mesh:
+            yield f"{name}-{num_ranks}", layout, mesh
+
+
+def save_experts(rank: int, num_ranks: int, root: Path) -> dict[str, Tensors]:
+    found = {}
+    for name, layout, mesh in each_with_experts(num_ranks):
+        state = new_experts(mesh, layout)
+        for batch in global_batches(2):
+            take_step(state, batch)
+        state.save(store(root / name), job_digest="0", phases=Phases())
+        found[name] = put_together_by_blocks(state)
+    return found
+
+
+def load_experts(
+    rank: int, num_ranks: int, root: Path, saved: dict[str, Tensors], pairs: set[tuple[str, str]]
+) -> dict[tuple[str, str], tuple[list[str], float]]:
+    found = {}
+    for name, layout, mesh in each_with_experts(num_ranks):
+        for source, reference in saved.items():
+            if (source, name) not in pairs:
+                continue
+            state = new_experts(mesh, layout, scale=0.5)
+            before = put_together_by_blocks(state)
+            assert not any(torch.equal(before[key], reference[key]) for key in before)
+            state.restore(list_checkpoints(root / source)[-1], phases=Phases())
+            restored = put_together_by_blocks(state)
+            assert set(restored) == set(reference)
+            wrong = [key for key in reference if not torch.equal(restored[key], reference[key])]
+            found[source, name] = (wrong, take_step(state, global_batches(3)[2]))
+    return found
+
+
+@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_experts_restored_under_another_layout(tmp_path: Path, quick: bool) -> None:
+    """Every bit of the whole stacks, their moments and counts; and the next loss is that of one process."""
+    pairs = set(expert_pairs(quick=quick))
+    sizes = [num_ranks for num_ranks in SAVED_EXPERTS if num_ranks <= 2 or not quick]
+    saved: dict[str, Tensors] = {}
+    for num_ranks in sizes:
+        saved |= run_ranks(num_ranks, save_experts, num_ranks, tmp_path)[0]
+    assert any(".experts." in name and name.startswith("optim/") for name in saved["one-1"])
+    found: dict[tuple[str, str], tuple[list[str], float]] = {}
+    for num_ranks in sizes:
+        for outcome in run_ranks(num_ranks, load_experts, num_ranks, tmp_path, saved, pairs, deadline_s=600.0):
+            assert [case for case, (wrong, _) in outcome.items() if wrong] == []
+            found |= outcome
+    assert set(found) == pairs
+    for case, (_, loss) in found.items():
+        assert loss == pytest.approx(found["one-1", "one-1"][1], rel=1e-10), case
 
 
 # The store alone: hand-made logical shards
@@ -346,7 +469,7 @@ def edit(directory: Path, change: Callable[[dict[str, Any]], Any], *, sign: bool
     change(body)
     if sign:
         body["xxh3"] = body_xxh3(body)
-    path.write_text(json.dumps(body))
+    path.write_bytes(manifest_bytes(body))
 
 
 def pieces(body: dict[str, Any], name: str = "big") -> list[dict[str, Any]]:
@@ -403,7 +526,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "truncated file": ("bytes, not the", lambda d: (d / FILE).write_bytes((d / FILE).read_bytes()[:-1])),
     "missing file": ("is missing", lambda d: (d / FILE).unlink()),
     "swapped files": ("written", swap_files),
-    "missing manifest": ("never committed", lambda d: (d / MANIFEST).unlink()),
+    "missing manifest": ("manifest.json is missing", lambda d: (d / MANIFEST).unlink()),
     "truncated manifest": ("cannot be read", lambda d: (d / MANIFEST).write_bytes((d / MANIFEST).read_bytes()[:200])),
     "manifest is a list": ("format", lambda d: (d / MANIFEST).write_text("[]")),
     "edited fact": ("checksum", lambda d: edit(d, lambda b: b["facts"].update(step=8), sign=False)),
@@ -595,17 +718,15 @@ def test_a_checkpoint_of_another_seed_is_refused_with_the_state_untouched(tmp_pa
     assert untouched
 
 
-def test_an_unfinished_checkpoint_is_not_listed(tmp_path: Path) -> None:
+def test_an_unfinished_checkpoint_is_not_listed_and_one_without_a_manifest_is(tmp_path: Path) -> None:
     part = {"w": shard("w", torch.ones(3), [Box((0,), (0,), (3,))], strips=False, fill=True)}
     path = saved_path(tmp_path, 3, part, aliases={}, facts={}, job_digest="", group=ONE, phases=Phases())
-    for name, has_manifest in (
-        (".step-4.partial", True),
-        ("step-5", False),
-        ("step-x", True),
-        (".step-6.replaced", True),
-    ):
+    for name in (".step-4.partial", "step-x", ".step-6.replaced"):
         (path.parent / name).mkdir()
-        if has_manifest:
-            shutil.copy(path / MANIFEST, path.parent / name)
+        shutil.copy(path / MANIFEST, path.parent / name)
     assert list_checkpoints(tmp_path) == [path]
     assert read_manifest(path).step == 3
+    (path.parent / "step-7").write_text("no directory")
+    (path.parent / "step-5").mkdir()
+    (path.parent / "step-6").symlink_to("nowhere")
+    assert [found.name for found in list_checkpoints(tmp_path)] == ["step-3", "step-5", "step-6"]

@@ -29,6 +29,7 @@ from commands import (
     weights,
     write_text,
 )
+from counted import show
 from phalanx.checkpoint.best import read_best
 from phalanx.checkpoint.manifest import list_checkpoints
 from phalanx.observe.events import EvalFinished, RankFailed, RanksStarted, RestartScheduled
@@ -128,13 +129,16 @@ def draw_faults(seed: int, phases: tuple[str, ...]) -> list[str]:
         ("zero3", 2, ("backward", "collective", "ckpt_stage", "before_commit", "optimizer", "ckpt_load")),
     ],
 )
-def test_killed_ranks_start_again(drill: Drill, layout: str, seed: int, phases: tuple[str, ...]) -> None:
+def test_killed_ranks_start_again(
+    drill: Drill, layout: str, seed: int, phases: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     """Six or seven kills in one run, each met once; the supervisor names rank and phase and starts again.
 
     It is evaluated on the way, and the run that nothing happened to is not: that changes nothing, either.
     """
     faults = draw_faults(seed, phases)
-    print("seed", seed, faults)
+    show(capsys, f"{layout}: {len(faults)} kills, seed {seed}")
+    print(faults)
     judged = ("eval.tokens=512", f"eval.every_steps={EVALUATED}", "eval.keep_best=true")
     done = drill.injured(layout, f"{layout} killed", faults, "resilience.max_restarts=10", *judged)
     assert done.code == 0, done.err
@@ -160,10 +164,13 @@ def test_killed_ranks_start_again(drill: Drill, layout: str, seed: int, phases: 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("layout", "seed"), [("zero3", 3)])
-def test_a_killed_run_is_continued_by_hand(drill: Drill, layout: str, seed: int) -> None:
+def test_a_killed_run_is_continued_by_hand(
+    drill: Drill, layout: str, seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     """No restarts: the run ends with exit 10 at each kill, and each time `--resume` takes it on."""
     name = f"{layout} by hand"
     faults = draw_faults(seed, ("before_commit",))
+    show(capsys, f"{name}: {len(faults)} kills, seed {seed}")
     done = drill.injured(layout, name, faults, "resilience.max_restarts=0")
     for _ in faults:
         assert done.code == 10, done.err
@@ -175,7 +182,9 @@ def test_a_killed_run_is_continued_by_hand(drill: Drill, layout: str, seed: int)
 
 
 @pytest.mark.parametrize(("layout", "seed"), [("ddp", 5), pytest.param("zero3", 6, marks=pytest.mark.long)])
-def test_killed_while_saves_are_in_flight(drill: Drill, layout: str, seed: int) -> None:
+def test_killed_while_saves_are_in_flight(
+    drill: Drill, layout: str, seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Saves beside training, one after the other: kills in each phase of the thread that writes, at its first save and
     at a drawn step, which it may be saving or not, and in phases of the steps that training does meanwhile.
     """
@@ -184,7 +193,8 @@ def test_killed_while_saves_are_in_flight(drill: Drill, layout: str, seed: int) 
     first = [f"kill:rank={draw.randrange(2)},phase={phase}" for phase in (*SAVE_PHASES, "ckpt_load")]
     steps = draw_faults(seed, ("forward", "optimizer"))
     perhaps = [f"kill:rank={draw.randrange(2)},step={draw.randrange(2, STEPS)},phase={phase}" for phase in SAVE_PHASES]
-    print("seed", seed, first, steps, perhaps)
+    show(capsys, f"{name}: {len(first) + len(steps)} kills and at most {len(perhaps)} more, seed {seed}")
+    print(first, steps, perhaps)
     done = drill.injured(layout, name, [*first, *steps, *perhaps], "resilience.max_restarts=20", *BESIDE)
     assert done.code == 0, done.err
     run_dir = drill.folder / name
@@ -218,14 +228,15 @@ def test_a_killed_supervisor_takes_its_ranks_along(drill: Drill, whole_group: bo
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(100, 120))
-def test_campaign(drill: Drill, seed: int) -> None:
+def test_campaign(drill: Drill, seed: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Twenty seeds, both layouts, every phase; half of them with a kill of the supervisor at a drawn moment."""
     draw = random.Random(seed)
     layout = draw.choice(list(LAYOUTS))
     phases = tuple(draw.sample((*STEP_PHASES, *SAVE_PHASES, "ckpt_load", "startup"), 5))
     faults = draw_faults(seed, phases)
     name = f"campaign {seed}"
-    print("seed", seed, layout, faults)
+    show(capsys, f"{name}: {layout}, {len(faults)} kills, seed {seed}")
+    print(faults)
     how = BESIDE if seed % 4 < 2 else ()
     arguments = drill.arguments(layout, name, _inject(faults), "resilience.max_restarts=20", *how)
     process = start(*arguments, cwd=drill.folder)

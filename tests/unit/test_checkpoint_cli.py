@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import nn
 from phalanx.checkpoint.best import write_best
 from phalanx.checkpoint.choose import choose_checkpoint
 from phalanx.checkpoint.locks import hold_run_lock
-from phalanx.checkpoint.manifest import body_xxh3
+from phalanx.checkpoint.manifest import body_xxh3, manifest_bytes
 from phalanx.checkpoint.weights import load_weights
 from phalanx.cli._app import run
 from phalanx.core.errors import CheckpointError
@@ -76,7 +78,7 @@ def test_what_is_found_in_a_checkpoint_is_printed_without_secrets(
     tensor["pieces"] *= 2
     body["tensors"] = {"https://me:hunter2hunter2@host/SEKRET-1234567": tensor}
     body["xxh3"] = body_xxh3(body)
-    (newest / "manifest.json").write_text(json.dumps(body))
+    (newest / "manifest.json").write_bytes(manifest_bytes(body))
     for verb in ("verify", "ls", "diff"):
         places = [str(a_run)] * (2 if verb == "diff" else 1)
         code, out, err = phalanx(capsys, verb, *places, *as_json)
@@ -86,11 +88,29 @@ def test_what_is_found_in_a_checkpoint_is_printed_without_secrets(
         assert "https://me:***@host/***" in out + err or verb == "ls"
 
 
-def test_verify_says_what_was_never_committed(a_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (a_run / "checkpoints" / "step-30" / "manifest.json").unlink()
-    code, _, err = phalanx(capsys, "verify", str(a_run / "checkpoints" / "step-30"))
-    assert (code, "never committed" in err) == (5, True)
-    assert phalanx(capsys, "verify", str(a_run))[0] == 0  # the newest that is one
+def test_a_checkpoint_without_its_manifest_is_damaged(a_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was renamed into place with one. The older ones are not taken for the newest in silence."""
+    newest = a_run / "checkpoints" / "step-30"
+    (newest / "manifest.json").unlink()
+    for verb in (["verify", str(newest)], ["verify", str(a_run)], ["diff", str(a_run), str(a_run)]):
+        code, _, err = phalanx(capsys, *verb)
+        assert (code, f"{newest}: it is damaged (manifest.json is missing)" in err) == (5, True)
+    code, out, _ = phalanx(capsys, "ls", str(a_run))
+    assert (code, out.splitlines()[-1].split()[:2]) == (0, ["step-30", "damaged:"])
+    with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
+        load_weights(nn.ParameterDict({"w": nn.Parameter(torch.zeros(8))}), a_run)
+
+
+def test_one_without_its_manifest_does_not_stand_for_the_last_good_one(
+    a_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (a_run / "best.json").unlink()
+    for path in (a_run / "checkpoints" / "step-30").iterdir():
+        path.unlink()
+    code, facts = as_json(capsys, "prune", str(a_run), "--keep-last", "1")
+    assert (code, facts["removed"]) == (0, [])
+    code, facts = as_json(capsys, "prune", str(a_run), "--keep-last", "2")
+    assert (code, facts["removed"], facts["kept"]) == (0, ["step-10"], ["step-20", "step-30"])
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_refused(
@@ -171,8 +191,103 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (code, out, "no checkpoint is there" in err) == (5, "", True)
 
 
-@pytest.mark.parametrize("verb", ["ls", "prune"])
-def test_one_checkpoint_is_no_run(a_run: Path, capsys: pytest.CaptureFixture[str], verb: str) -> None:
-    more = ["--keep-last", "1"] if verb == "prune" else []
-    code, _, err = phalanx(capsys, verb, str(a_run / "checkpoints" / "step-20"), *more)
+def test_one_checkpoint_is_no_run_to_prune(a_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = phalanx(capsys, "prune", str(a_run / "checkpoints" / "step-20"), "--keep-last", "1")
     assert (code, "give the run's directory" in err) == (2, True)
+
+
+@pytest.mark.parametrize("form", ["{}", "file://{}"])
+def test_ls_of_one_checkpoint_is_its_row(a_run: Path, capsys: pytest.CaptureFixture[str], form: str) -> None:
+    place = a_run / "checkpoints" / "step-20"
+    of_run = phalanx(capsys, "ls", str(a_run))[1].splitlines()
+    code, out, _ = phalanx(capsys, "ls", form.format(place))
+    assert (code, out.splitlines()) == (0, of_run[1:2])
+    (place / "manifest.json").unlink()
+    assert "damaged: " in phalanx(capsys, "ls", form.format(place))[1]
+    assert phalanx(capsys, "ls", form.format(a_run / "checkpoints" / "step-99"))[0] == 2
+
+
+def edit(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """As someone would who also knows how to write the checksum."""
+    body = json.loads((checkpoint / "manifest.json").read_text())
+    change(body)
+    body["xxh3"] = body_xxh3(body)
+    (checkpoint / "manifest.json").write_bytes(manifest_bytes(body))
+
+
+EVIL = "w\n\x1b[2J\x9b31m"
+
+
+def rename_tensor(body: dict[str, Any], dtype: str = "float32") -> None:
+    body["tensors"][EVIL] = body["tensors"].pop("w") | {"dtype": dtype}
+    body["layout"] = {EVIL: 2}
+
+
+def test_no_escape_sequence_of_a_checkpoint_reaches_the_terminal(
+    a_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second, newest = (a_run / "checkpoints" / f"step-{step}" for step in (10, 20, 30))
+    edit(first, rename_tensor)
+    edit(second, lambda body: rename_tensor(body, f"float32{EVIL}"))
+    (newest / EVIL).write_text("")
+    said = [
+        phalanx(capsys, *verb)
+        for verb in (
+            ("ls", str(a_run)),
+            ("ls", str(first)),
+            ("verify", str(a_run), "--all"),
+            ("diff", str(first), str(first)),
+            ("diff", str(first), str(second)),
+            ("diff", str(newest), str(newest)),
+            ("export", str(first), "--out", str(a_run / "x")),
+            ("prune", str(a_run), "--keep-last", "1"),
+        )
+    ]
+    assert [code for code, _, _ in said] == [0, 0, 5, 0, 5, 5, 5, 0]
+    for _, out, err in said:
+        assert [line for line in (out + err).split("\n") if not line.isprintable()] == []
+
+
+def resize(body: dict[str, Any], shape: list[int]) -> None:
+    body["tensors"]["w"]["shape"] = shape
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "a directory in it": ("more is in it", lambda d: (d / "more").mkdir()),
+    "a pipe in it": ("more is in it", lambda d: os.mkfifo(d / "more")),
+    "a type that nobody writes": ("of type int3", lambda d: edit(d, lambda b: b["tensors"]["w"].update(dtype="int3"))),
+    "a tie to no tensor": ("'v' is tied to 'u'", lambda d: edit(d, lambda b: b.update(aliases={"v": "u"}))),
+    "a negative length": ("-1 is no count", lambda d: edit(d, lambda b: resize(b, [-1]))),
+    "a negative step": ("-6 is no count", lambda d: edit(d, lambda b: b.update(step=-6))),
+    "more than the pieces make": ("the pieces of w do not", lambda d: edit(d, lambda b: resize(b, [9]))),
+    "no pieces": ("the pieces of w do not", lambda d: edit(d, lambda b: b["tensors"]["w"].update(pieces=[]))),
+    "another file's piece": (
+        "is not the block of w",
+        lambda d: edit(d, lambda b: b["tensors"]["w"]["pieces"][0].update(key="v#0")),
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_verify_refuses_diff_refuses(a_run: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
+    """Also where nothing is compared: of this tensor, the other side has none."""
+    words, apply = DAMAGES[damage]
+    whole, damaged = (a_run / "checkpoints" / f"step-{step}" for step in (10, 20))
+    edit(whole, lambda body: rename_tensor(body))
+    apply(damaged)
+    for verb in (("verify", damaged), ("diff", whole, damaged), ("diff", damaged, whole)):
+        code, _, err = phalanx(capsys, *map(str, verb))
+        assert (code, words in err) == (5, True), err
+
+
+def test_verify_names_all_that_is_missing_and_all_that_is_there_besides(
+    a_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = a_run / "checkpoints" / "step-20"
+    (checkpoint / "a.safetensors").rename(checkpoint / "b.safetensors")
+    for name in "cdef":
+        (checkpoint / name).write_text("")
+    code, out, err = phalanx(capsys, "verify", str(checkpoint))
+    assert (code, len(err.splitlines()), "2 problems" in out) == (5, 2, True)
+    assert "a.safetensors is missing (a.safetensors holds w)" in err
+    assert "b.safetensors, c, d, e, f (5 files) are in it that no save wrote" in err

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from counted import show
 from disks import CountingDisk, Died, DyingDisk, FailingDisk, PoweredDisk, copy_tree
 from phalanx.checkpoint import incremental
 from phalanx.checkpoint.best import read_best, write_best
@@ -212,7 +213,12 @@ def scratch(tmp_path: Path, source: Path) -> Iterator[Path]:
 @pytest.mark.parametrize("tears", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("name", list(CASES))
 def test_killed_at_any_operation(
-    name: str, tears: bool, prepared: Callable[[str], Path], tmp_path: Path, record_property: Callable[..., None]
+    name: str,
+    tears: bool,
+    prepared: Callable[[str], Path],
+    tmp_path: Path,
+    record_property: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """In the middle of each write and before each other operation; the long part is what is left: before each write."""
     case, base = CASES[name], prepared(name)
@@ -228,26 +234,34 @@ def test_killed_at_any_operation(
             case.act(run_dir, Disk())
             assert newest(run_dir) == case.new
             assert hidden(run_dir) == []
-    print(f"{name}: {len(places)} deaths at {len(kinds)} operations")
+    show(capsys, f"{name}: {len(kinds)} operations, {kinds.count('write')} of them writes, {len(places)} deaths")
     record_property("deaths", len(places))
 
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_power_lost_at_any_operation_in_a_few_ways(
-    name: str, prepared: Callable[[str], Path], tmp_path: Path, record_property: Callable[..., None]
+    name: str,
+    prepared: Callable[[str], Path],
+    tmp_path: Path,
+    record_property: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    record_property("states", lose_power(name, prepared(name), tmp_path, seeds=range(3)))
+    record_property("states", lose_power(name, prepared(name), tmp_path, capsys, seeds=range(3)))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", list(CASES))
 def test_power_lost_at_any_operation_in_many_ways(
-    name: str, prepared: Callable[[str], Path], tmp_path: Path, record_property: Callable[..., None]
+    name: str,
+    prepared: Callable[[str], Path],
+    tmp_path: Path,
+    record_property: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    record_property("states", lose_power(name, prepared(name), tmp_path, seeds=range(1000, 1060)))
+    record_property("states", lose_power(name, prepared(name), tmp_path, capsys, seeds=range(1000, 1060)))
 
 
-def lose_power(name: str, base: Path, tmp_path: Path, seeds: range) -> int:
+def lose_power(name: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], seeds: range) -> int:
     """Data that was not synced is dropped, cut or zeroed, names that were not are old or new in any mixture.
 
     Before the act has ended the newest checkpoint is the old or the new one, after it the new one.
@@ -273,7 +287,7 @@ def lose_power(name: str, base: Path, tmp_path: Path, seeds: range) -> int:
                     assert read_epoch(after) == 2, place
                 shutil.rmtree(after.parent)
                 num_states += 1
-    print(f"{name}: {num_states} states of the disk after a power loss at {count} operations")
+    show(capsys, f"{name}: {num_states} states after a power loss, seeds {seeds[0]} to {seeds[-1]}")
     return num_states
 
 
@@ -294,6 +308,7 @@ def test_an_error_at_any_operation(
     prepared: Callable[[str], Path],
     tmp_path: Path,
     record_property: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """One that passes, and a disk that stays full. What fails says so, leaves nothing, and works the next time."""
     case, base = CASES[name], prepared(name)
@@ -316,4 +331,5 @@ def test_an_error_at_any_operation(
             assert found == case.new if ended_well else found in (case.old, case.new), number
             case.act(run_dir, Disk())
             assert newest(run_dir) == case.new
+    show(capsys, f"{name}: {count} errors, each {kind} that {'lasts' if lasts else 'passes'}")
     record_property("errors", count)

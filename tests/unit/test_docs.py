@@ -25,6 +25,13 @@ def test_code_on_the_page_about_own_code_is_that_of_the_examples() -> None:
     assert with_examples(page) == page, "run make docs"
 
 
+def test_the_table_of_crossed_layouts_is_what_the_tests_cross() -> None:
+    page = (ROOT / "docs" / "checkpoint-format.md").read_text(encoding="utf-8")
+    with_counts = runpy.run_path(str(ROOT / "docs" / "layout_counts.py"))["with_counts"]
+    assert page.count("\n| a decoder's state |") == 1
+    assert with_counts(page) == page, "run make docs"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_nothing_is_left_to_be_filled_in(page: Path) -> None:
     assert not re.findall(r"@@\w*@@|\bTODO\b|\bTBD\b|\bXXX\b", page.read_text(encoding="utf-8"))

@@ -24,7 +24,7 @@ from phalanx.checkpoint.exchange.families import family_of
 from phalanx.checkpoint.exchange.new_directory import new_directory
 from phalanx.checkpoint.exchange.settings import config_of_shape
 from phalanx.checkpoint.exchange.stored import StoredBag
-from phalanx.checkpoint.manifest import MANIFEST, body_xxh3, read_manifest
+from phalanx.checkpoint.manifest import MANIFEST, body_xxh3, manifest_bytes, read_manifest
 from phalanx.cli._app import run
 from phalanx.core.registry import names
 from phalanx.job.load import load_job
@@ -177,6 +177,7 @@ def edit_index(edit: Callable[[dict[str, str]], object]) -> Callable[[Path], Non
 
 
 FIRST, SECOND = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+NO_JOB = edit_config(rope_theta=0.5)
 BAD: dict[str, tuple[int, str, Callable[[Path], object]]] = {
     "a missing file": (5, f"{SECOND} is missing", lambda d: (d / SECOND).unlink()),
     "a file cut short": (5, "not a safetensors file", lambda d: (d / FIRST).write_bytes((d / FIRST).read_bytes()[:-4])),
@@ -203,6 +204,14 @@ BAD: dict[str, tuple[int, str, Callable[[Path], object]]] = {
     "another depth": (5, "missing", edit_config(num_hidden_layers=2)),
     "a head that is not there": (5, "head.weight", edit_config(tie_word_embeddings=False)),
     "another family": (3, "cannot be imported", edit_config(model_type="bert")),
+    "another family, by its file": (3, "llama/config.json: ", edit_config(model_type="bert")),
+    "a configuration that makes no sense": (
+        3,
+        "llama/config.json: config.json cannot be understood (ValueError: tie_embeddings 'x')",
+        edit_config(tie_word_embeddings="x"),
+    ),
+    "quantized weights": (3, "llama/config.json: the weights are q", edit_config(quantization_config={"bits": 4})),
+    "a configuration that no job can have": (3, "llama/config.json: config.json describes a model that no job", NO_JOB),
     "another activation": (3, "hidden_act", edit_config(hidden_act="relu")),
 }
 
@@ -394,7 +403,7 @@ def test_one_pickle_in_a_whole_checkpoint_is_never_run(
     if is_listed:
         body = json.loads((path.parent / MANIFEST).read_text())
         body["files"][path.name] = asdict(StoredFile.of(path))
-        (path.parent / MANIFEST).write_text(json.dumps(body | {"xxh3": body_xxh3(body)}))
+        (path.parent / MANIFEST).write_bytes(manifest_bytes(body | {"xxh3": body_xxh3(body)}))
     codes = {verb: phalanx(capsys, verb, *arguments(folder))[0] for verb, arguments in READING.items()}
     codes["load"] = run(["plan", f"model.init_from={folder}"])
     assert "Traceback" not in capsys.readouterr().err
@@ -429,7 +438,8 @@ def save_as_torch_does(rank: int, folder: Path) -> None:
     dcp.save({"model": inner, "step": 3}, checkpoint_id=folder / "dcp", no_dist=True)
     (folder / "hf").mkdir()
     torch.save(
-        {name: torch.from_numpy(tensor) for name, tensor in weights().items()}, folder / "hf" / "pytorch_model.bin"
+        {name: torch.from_numpy(tensor) for name, tensor in weights().items()} | {"sparse": torch.eye(2).to_sparse()},
+        folder / "hf" / "pytorch_model.bin",
     )
     (folder / "hf" / "config.json").write_text(json.dumps(config_of_shape(SHAPE)))
 
@@ -438,6 +448,62 @@ def tensors_of(out: Path) -> dict[str, tuple[str, list[float]]]:
     with StoredBag(out / "checkpoints" / "step-0") as bag:
         loaded = {name: (tensor.dtype, bag.load(name)) for name, tensor in bag.tensors.items()}
     return {name: (dtype, [hex(int(bit)) for bit in bits.reshape(-1)]) for name, (dtype, bits) in loaded.items()}
+
+
+def save_what_loses_tensors(rank: int, folder: Path) -> None:
+    """By name: what must be refused, and with which words; and one whose strange tensors are named."""
+    import torch
+    from torch.distributed import checkpoint as dcp
+
+    warnings.simplefilter("ignore")  # about a single process, which is meant
+    one, other = torch.ones(2), torch.zeros(2)
+    torch.save({"_orig_mod.a": one, "a": other}, folder / "wrapped.pt")
+    torch.save({"a": {"b": one}, "a.b": other}, folder / "nested.pt")
+    torch.save({"a": 3}, folder / "none.pt")
+    (folder / "empty.pt").write_bytes(b"")
+    (folder / "garbage.pt").write_bytes(b"e said the dice\n")
+    (folder / "cut.pt").write_bytes((folder / "wrapped.pt").read_bytes()[:300])
+    dcp.save({"a._orig_mod.w": one, "a.w": other}, checkpoint_id=folder / "dcp", no_dist=True)
+    dcp.save({"w": one}, checkpoint_id=folder / "torn", no_dist=True)
+    (folder / "torn" / ".metadata").write_bytes(b"e said the dice\n")
+    for name in ("two", "twice"):
+        (folder / name).mkdir()
+    theirs = {name: torch.from_numpy(tensor) for name, tensor in weights().items()}
+    torch.save(theirs | {"norm.weight": theirs["model.norm.weight"] + 1}, folder / "twice" / "pytorch_model.bin")
+    (folder / "twice" / "config.json").write_text(json.dumps(config_of_shape(SHAPE)))
+    for number in (1, 2):
+        torch.save({"w": one}, folder / "two" / f"pytorch_model-{number}.bin")
+    torch.save({"w": one.to_sparse(), "z": one.to(torch.complex128), "s": one}, folder / "strange.pt")
+
+
+LOSES = {
+    "wrapped.pt": "'_orig_mod.a' and 'a' are in it, and only one can be 'a'",
+    "nested.pt": "'a.b' is in it, and only one can be 'a.b'",
+    "none.pt": "there is no tensor in it",
+    "empty.pt": "empty.pt is empty",
+    "garbage.pt": "garbage.pt is not a file of torch.save",
+    "cut.pt": "cut.pt cannot be unpickled",
+    "dcp": "'a._orig_mod.w' and 'a.w' are in it",
+    "torn": ".metadata is not that of torch.distributed.checkpoint",
+    "two": "'w' is in it",
+}
+
+
+def test_no_tensor_is_lost_in_silence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from ranks import run_ranks
+
+    run_ranks(1, save_what_loses_tensors, tmp_path)
+    out = tmp_path / "out"
+    for name, words in LOSES.items():
+        said = refused(capsys, "import", tmp_path / name, "--out", out, "--trust-pickle", code=5)
+        assert said.startswith(f"phalanx: {tmp_path / name}: {words}"), said
+        assert ".unpickled-" not in said
+    said = refused(capsys, "import", tmp_path / "twice", "--out", out, "--trust-pickle", code=5)
+    assert said.startswith(f"phalanx: {tmp_path / 'twice'}: ")
+    assert "are the same tensor of the model" in said
+    code, told, _ = phalanx(capsys, "import", tmp_path / "strange.pt", "--out", out, "--trust-pickle", "--json")
+    assert (code, list(tensors_of(out))) == (0, ["s"])
+    assert json.loads(told)["notes"] == ["no checkpoint can hold w (sparse_coo), z (complex128): left out"]
 
 
 def test_trusted_files_of_torch_become_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -465,8 +531,9 @@ def test_trusted_files_of_torch_become_checkpoints(tmp_path: Path, capsys: pytes
     found, notes = taken("dcp", "--prefix", "model.a.")
     assert found == {"weight": wanted["a.weight"]}
     assert notes == ["1 thing in it is no tensor and is left out", "of 2 tensors 1 do not begin with 'model.a.'"]
-    found, _ = taken("hf")
+    found, notes = taken("hf")
     assert "blocks.0.ffn.down.weight" in found
+    assert notes == ["no checkpoint can hold sparse (sparse_coo): left out"]
     assert "--trust-pickle" in refused(capsys, "import", tmp_path / "hf", "--out", tmp_path / "x", code=5)
 
 

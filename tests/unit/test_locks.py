@@ -131,6 +131,22 @@ def test_a_torn_lock_is_stale(tmp_path: Path) -> None:
         assert lock.reclaimed_from is None
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"since_unix_s": value} for value in ("abc", 1e300, float("nan"), None, [1], True)),
+        *({"pid": value} for value in ("1", 1.5, None, 10**300, -1)),
+        *({"host": value} for value in (None, 7, ["a"], "far\n\x1b[2Jaway")),
+        *({name: {}} for name in ("boot_id", "start_time", "epoch")),
+    ],
+)
+def test_a_lock_that_no_job_writes_is_stale(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """It is not compared with, and not shown: either would end in a traceback, or in the terminal of whoever reads."""
+    leave(tmp_path, **({"host": "far-away", "boot_id": "another"} | changes))
+    with hold_run_lock(tmp_path) as lock:
+        assert lock.reclaimed_from is None
+
+
 def test_without_flock_a_live_process_still_counts(tmp_path: Path) -> None:
     leave(tmp_path)  # names this very process, and nobody has the flock
     with pytest.raises(RunLockedError, match=f"process {os.getpid()}"), hold_run_lock(tmp_path):

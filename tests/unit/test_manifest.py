@@ -18,6 +18,7 @@ from phalanx.checkpoint.manifest import (
     body_xxh3,
     checkpoint_directory,
     list_checkpoints,
+    manifest_bytes,
     read_manifest,
 )
 from phalanx.core.errors import CheckpointError, ExitCode
@@ -35,7 +36,7 @@ ONE = Manifest(
 
 def write(directory: Path, body: Any) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / MANIFEST).write_text(json.dumps(body))
+    (directory / MANIFEST).write_bytes(manifest_bytes(body))
     return directory
 
 
@@ -53,10 +54,31 @@ def test_the_step_of_name_manifest_and_state_is_one(tmp_path: Path) -> None:
         read_manifest(write(tmp_path / "step-7", other.to_json()))
 
 
-def test_spacing_and_order_do_not_count(tmp_path: Path) -> None:
-    body = ONE.to_json()
-    (tmp_path / MANIFEST).write_text(json.dumps(dict(reversed(body.items())), indent=3))
-    assert read_manifest(tmp_path) == ONE
+WHOLE = ONE.to_bytes()
+OTHER_WAYS = {
+    "spacing": json.dumps(ONE.to_json(), sort_keys=True, ensure_ascii=False).encode(),
+    "order": json.dumps(dict(reversed(ONE.to_json().items())), indent=1, ensure_ascii=False).encode() + b"\n",
+    "escapes": json.dumps(ONE.to_json(), indent=1, sort_keys=True).encode() + b"\n",
+    "a number": WHOLE.replace(b'"step": 7', b'"step": 7e0'),
+    "a key that is there twice": WHOLE.replace(b'"step": 7', b'"step": 8,\n "step": 7'),
+    "a space after it": WHOLE + b" ",
+    "a line before it": b"\n" + WHOLE,
+    "no end of line": WHOLE[:-1],
+}
+
+
+@pytest.mark.parametrize("way", list(OTHER_WAYS))
+def test_what_means_the_same_and_was_not_written_so_is_damage(tmp_path: Path, way: str) -> None:
+    (tmp_path / MANIFEST).write_bytes(OTHER_WAYS[way])
+    with pytest.raises(CheckpointError, match="the manifest is not what was written"):
+        read_manifest(tmp_path)
+
+
+def test_a_manifest_of_any_facts_is_written_as_it_is_read(tmp_path: Path) -> None:
+    facts = {"é\u2028\x7f\n": [1e16, 1e-7, -0.0, 0.1, 2**70, None, True, {"b": [], "a": {}}], "10": 1, "9": 2}
+    manifest = replace(ONE, facts=facts)
+    (tmp_path / MANIFEST).write_bytes(manifest.to_bytes())
+    assert read_manifest(tmp_path) == manifest
 
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 200_000, '{"format": 2, "step": 1e999}', '{"format": 2, "a": NaN}'])
@@ -71,16 +93,12 @@ def every_flip(text: bytes) -> list[bytes]:
 
 
 def test_any_flipped_bit_is_found(tmp_path: Path) -> None:
-    """At every byte: an error, or (in the few bytes that mean nothing) the same manifest."""
-    whole = json.dumps(ONE.to_json(), ensure_ascii=False).encode()
-    for flipped in every_flip(whole):
+    for flipped in every_flip(WHOLE):
         (tmp_path / MANIFEST).write_bytes(flipped)
-        try:
-            found, error = read_manifest(tmp_path), None
-        except CheckpointError as caught:
-            found, error = ONE, caught
-        assert found == ONE
-        assert error is None or (error.exit_code == ExitCode.CHECKPOINT and str(tmp_path) in str(error))
+        with pytest.raises(CheckpointError) as caught:
+            read_manifest(tmp_path)
+        assert caught.value.exit_code == ExitCode.CHECKPOINT
+        assert str(tmp_path) in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["../a", "/etc/passwd", "a/b", ".hidden", "", "a\n", "..", "x" * 129, 5, None])
@@ -108,6 +126,17 @@ def test_a_part_of_the_wrong_kind_is_damage(tmp_path: Path, key: str, value: Any
         return
     if key == "job_digest" and value == [1]:
         return
+    with pytest.raises(CheckpointError, match="damaged"):
+        read_manifest(write(tmp_path, body))
+
+
+@pytest.mark.parametrize(
+    "aliases",
+    [{"a": "nope"}, {"a": "a"}, {"a": "b", "b": "a"}, {"a": "b", "b": "w"}, {"a": ["w"]}, {"a": None}, {"w": "w"}],
+)
+def test_a_name_that_leads_to_no_tensor_is_damage(tmp_path: Path, aliases: Any) -> None:
+    body = ONE.to_json() | {"aliases": aliases}
+    body["xxh3"] = body_xxh3(body)
     with pytest.raises(CheckpointError, match="damaged"):
         read_manifest(write(tmp_path, body))
 

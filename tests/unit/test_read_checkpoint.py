@@ -79,7 +79,7 @@ def test_it_needs_no_phalanx_and_no_torch(checkpoint: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "extra", "missing", "manifest"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "extra", "missing", "manifest", "a space in it"])
 def test_it_refuses_what_is_not_as_it_was_written(checkpoint: Path, damage: str) -> None:
     file = next(checkpoint.glob("*.safetensors"))
     data = file.read_bytes()
@@ -91,6 +91,8 @@ def test_it_refuses_what_is_not_as_it_was_written(checkpoint: Path, damage: str)
         (checkpoint / "more").write_bytes(b"")
     elif damage == "missing":
         file.unlink()
+    elif damage == "a space in it":
+        (checkpoint / "manifest.json").write_bytes((checkpoint / "manifest.json").read_bytes() + b" ")
     else:
         path = checkpoint / "manifest.json"
         path.write_text(path.read_text().replace('"step": 3', '"step": 4'))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,7 @@ def save(run_dir: Path, step: int) -> Path:
     stored = write_file(directory / "a.safetensors", [Source("w#0", "float32", (8,), lambda: data.view(np.uint8))])
     tensor = StoredTensor((8,), "float32", (Piece("a.safetensors", "w#0", (0,), (8,)),))
     manifest = Manifest(step, "", {}, {}, {"w": tensor}, {}, {"a.safetensors": stored})
-    (directory / MANIFEST).write_text(json.dumps(manifest.to_json()))
+    (directory / MANIFEST).write_bytes(manifest.to_bytes())
     return directory
 
 
@@ -81,7 +80,11 @@ def test_the_newest_that_verifies_is_never_removed(tmp_path: Path) -> None:
     said: list[str] = []
     damage(tmp_path / "checkpoints" / "step-4")
     damage(tmp_path / "checkpoints" / "step-3")
+    assert prune(store(tmp_path), Retention(last=2), say=said.append, dry_run=True) == []
+    said_before = said.copy()
+    said.clear()
     assert prune(store(tmp_path), Retention(last=2), say=said.append) == []
+    assert said == said_before
     assert steps(tmp_path) == [1, 2, 3, 4]
     assert "step-4 does not verify" in said[0]
     assert said[-1].endswith("nothing is removed")

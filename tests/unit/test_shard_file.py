@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from phalanx.checkpoint import shard_file
 from phalanx.checkpoint.chunks import CHUNK_BYTES, StoredFile
-from phalanx.checkpoint.manifest import MANIFEST, Manifest, Piece, StoredTensor, body_xxh3
+from phalanx.checkpoint.manifest import MANIFEST, Manifest, Piece, StoredTensor, body_xxh3, manifest_bytes
 from phalanx.checkpoint.shard_file import CheckedFile, Source, write_file
 from phalanx.checkpoint.verify import verify_checkpoint
 from phalanx.core.errors import CheckpointError
@@ -113,7 +113,7 @@ def checkpoint(directory: Path) -> Path:
         ),
     }
     manifest = Manifest(3, "", {}, {"step": 3}, tensors, {}, stored)
-    (directory / MANIFEST).write_text(json.dumps(manifest.to_json()))
+    (directory / MANIFEST).write_bytes(manifest.to_bytes())
     return directory
 
 
@@ -141,7 +141,7 @@ def several_chunks(directory: Path) -> Path:
             name: StoredTensor(array.shape, "int64", (Piece(file, f"{name}#0", (0,), array.shape),))
             for name, array in arrays.items()
         }
-    (directory / MANIFEST).write_text(json.dumps(Manifest(3, "", {}, {}, tensors, {}, stored).to_json()))
+    (directory / MANIFEST).write_bytes(Manifest(3, "", {}, {}, tensors, {}, stored).to_bytes())
     return directory
 
 
@@ -163,7 +163,7 @@ def test_a_thousand_flipped_bits_are_all_found_and_named(tmp_path: Path) -> None
     originals = {path: path.read_bytes() for path in sorted(directory.iterdir())}
     manifest, *_ = originals
     dice = random.Random(7)
-    num_meaningless, struck = 0, set()
+    struck = set()
     for _ in range(1000):
         path = dice.choices(list(originals), (1, 6, 3))[0]
         data = originals[path]
@@ -176,12 +176,9 @@ def test_a_thousand_flipped_bits_are_all_found_and_named(tmp_path: Path) -> None
         with open(path, "r+b") as file:
             file.seek(at)
             file.write(data[at : at + 1])
-        if path == manifest:
-            if not errors:  # spaces between its words, say
-                assert json.loads(data[:at] + flipped + data[at + 1 :]) == json.loads(data)
-                num_meaningless += 1
-            continue
         (error,) = errors
+        if path == manifest:
+            continue
         assert path.name in str(error)
         (length,) = struct.unpack("<Q", data[:8])
         named = in_the_chunk_of(data, at)
@@ -191,7 +188,6 @@ def test_a_thousand_flipped_bits_are_all_found_and_named(tmp_path: Path) -> None
         else:
             assert "written: the file's header" in str(error), at
     assert len(struck) == 4
-    assert num_meaningless < 100
     assert verify_checkpoint(directory) == []
 
 
@@ -210,7 +206,7 @@ def edited(directory: Path, change: Any) -> list[CheckpointError]:
     body = json.loads((directory / MANIFEST).read_text())
     change(body)
     body["xxh3"] = body_xxh3(body)
-    (directory / MANIFEST).write_text(json.dumps(body))
+    (directory / MANIFEST).write_bytes(manifest_bytes(body))
     return verify_checkpoint(directory)
 
 
@@ -250,7 +246,7 @@ def test_missing_extra_and_truncated_files_are_all_said_at_once(tmp_path: Path) 
     data = (directory / "rank-0001.safetensors").read_bytes()
     (directory / "rank-0001.safetensors").write_bytes(data[:-5])
     messages = [str(error) for error in verify_checkpoint(directory)]
-    assert any("rank-0000.safetensors is missing" in m and "holds w, m" in m for m in messages)
+    assert any("rank-0000.safetensors is missing" in m and "holds m, w" in m for m in messages)
     assert any("rank-0001.safetensors" in m and f"{len(data) - 5} bytes" in m for m in messages)
 
 

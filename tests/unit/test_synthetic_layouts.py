@@ -237,7 +237,8 @@ def aliases_at(layout: Layout, rank: int) -> dict[str, str]:
 def save_under(layout: Layout, wholes: Tensors, run_dir: Path, cut: Cut = part_of) -> Path:
     def save(group: ThreadRank) -> Path:
         shards = shards_of(wholes, layout, group.rank, fill=True, cut=cut)
-        return save_shards(run_dir, 1, shards, group, aliases=aliases_at(layout, group.rank))
+        aliases = {name: stored for name, stored in aliases_at(layout, group.rank).items() if stored in wholes}
+        return save_shards(run_dir, 1, shards, group, aliases=aliases)
 
     return Path(run_threads(layout, save)[0])
 

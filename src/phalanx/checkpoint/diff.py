@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from phalanx.checkpoint.folder import Folder
 from phalanx.checkpoint.manifest import Manifest, read_manifest
+from phalanx.checkpoint.verify import require_whole_structure
 from phalanx.checkpoint.whole import WholeTensors
 from phalanx.core.digest import differing_keys
 
@@ -63,6 +64,8 @@ class Difference:
 def diff_checkpoints(a: Folder | Path, b: Folder | Path) -> Difference:
     """Compare two checkpoints bit by bit. Raises CheckpointError if one is damaged."""
     first, second = read_manifest(a), read_manifest(b)
+    for place, manifest in ((a, first), (b, second)):
+        require_whole_structure(place, manifest)
     found: list[TensorDifference] = []
     num_equal = 0
     names = list(dict.fromkeys([*_names(first), *_names(second)]))

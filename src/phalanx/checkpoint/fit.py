@@ -8,6 +8,7 @@ from itertools import zip_longest
 from typing import Any, Protocol
 
 from phalanx.core.errors import CheckpointError
+from phalanx.observe.words import printable
 
 MAX_ROWS = 12
 NOTHING = "-"
@@ -73,7 +74,7 @@ def find_misfits(
 def misfit_table(misfits: tuple[Misfit, ...], limit: int = MAX_ROWS) -> list[str]:
     """Aligned columns, `limit` rows; of each kind the first ones, so that none is hidden behind another."""
     shown = _some_of_each(misfits, limit)
-    rows = [("tensor", "wanted", "found"), *((row.name, row.wanted, row.found) for row in shown)]
+    rows = [("tensor", "wanted", "found"), *((printable(row.name), row.wanted, row.found) for row in shown)]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     lines = [f"  {name:<{widths[0]}}  {wanted:<{widths[1]}}  {found}" for name, wanted, found in rows]
     return lines + [f"  and {len(misfits) - len(shown)} more"] * (len(misfits) > len(shown))

@@ -24,6 +24,14 @@ from phalanx.core.files import resource_error
 
 LOCK_NAME = "lock"
 _PATIENCE_S = 0.5  # for another job that is taking or giving up the lock at this very moment
+_KINDS: dict[str, tuple[type, ...]] = {
+    "host": (str,),
+    "pid": (int,),
+    "start_time": (int, float),
+    "boot_id": (str,),
+    "since_unix_s": (int, float),
+    "epoch": (int,),
+}
 _NO_FLOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -161,11 +169,20 @@ def _is_at(path: Path, fd: int) -> bool:
 
 
 def _read_holder(fd: int) -> Holder | None:
-    """Who wrote the file; None for an empty or torn one, whose writer did not live to hold it."""
+    """Who wrote the file; None for an empty or torn one, whose writer did not live to hold it, and for what no job
+    writes: it must be fit to be compared with and shown to people.
+    """
     try:
-        return Holder(**json.loads(os.pread(fd, 4096, 0)))
-    except (ValueError, TypeError):
+        holder = Holder(**json.loads(os.pread(fd, 4096, 0)))
+        return holder if _is_plausible(holder) else None
+    except (ValueError, TypeError, OverflowError, OSError, RecursionError):
         return None
+
+
+def _is_plausible(holder: Holder) -> bool:
+    """Raises for a time that is none."""
+    are_of_their_kinds = all(type(getattr(holder, name)) in kinds for name, kinds in _KINDS.items())
+    return are_of_their_kinds and 0 < holder.pid < 2**31 and str(holder).isprintable()
 
 
 def _write_holder(fd: int, holder: Holder) -> None:

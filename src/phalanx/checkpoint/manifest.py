@@ -6,7 +6,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import xxhash
 
 from phalanx.checkpoint.chunks import CHUNK_BYTES, StoredFile
-from phalanx.checkpoint.folder import STEP_NAME, Folder, as_folder
+from phalanx.checkpoint.folder import STEP_NAME, Folder, LocalFolder, as_folder
 from phalanx.core.digest import canonical_json
 from phalanx.core.errors import CheckpointError
 
@@ -77,6 +77,10 @@ class Manifest:
         body = {"format": FORMAT, "chunk_bytes": CHUNK_BYTES, **asdict(self)}
         return {**body, "xxh3": body_xxh3(body)}
 
+    def to_bytes(self) -> bytes:
+        """What stands in manifest.json."""
+        return manifest_bytes(self.to_json())
+
     @property
     def num_bytes(self) -> int:
         return sum(file.num_bytes for file in self.files.values())
@@ -95,10 +99,11 @@ def read_manifest(place: Folder | Path) -> Manifest:
     folder = as_folder(place)
     path = folder.where(MANIFEST)
     try:
-        body = json.loads(folder.read(MANIFEST).decode())
+        text = folder.read(MANIFEST)
+        body = json.loads(text.decode())
         found_xxh3 = body_xxh3(body) if isinstance(body, dict) else ""  # ValueError for numbers that are none
     except FileNotFoundError:
-        raise CheckpointError("incomplete: it was never committed", where=folder.url) from None
+        raise _without_manifest(folder) from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError("the manifest cannot be read", where=path, why=str(error)) from None
     if not isinstance(body, dict) or body.get("format") != FORMAT:
@@ -106,12 +111,21 @@ def read_manifest(place: Folder | Path) -> Manifest:
         raise CheckpointError(f"format {found!r} is not {FORMAT}", where=path, fix="use the release that wrote it")
     if body.get("xxh3") != found_xxh3:
         raise CheckpointError("the manifest is not what was written", where=path, why="its checksum differs")
+    if text != manifest_bytes(body):  # a space more, a key that is there twice: the checksum is of what was parsed
+        raise CheckpointError("the manifest is not what was written", where=path, why="it is written another way")
     try:
         manifest = _parse(body)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError("the manifest is damaged", where=path, why=repr(error)) from None
     _require_own_step(folder, manifest)
     return manifest
+
+
+def _without_manifest(folder: Folder) -> CheckpointError:
+    """A directory is renamed into place whole; an object store's folder may be an upload that never ended."""
+    if isinstance(folder, LocalFolder):
+        return CheckpointError("it is damaged", where=folder.url, why=f"{MANIFEST} is missing")
+    return CheckpointError("incomplete: it was never committed", where=folder.url)
 
 
 def _require_own_step(folder: Folder, manifest: Manifest) -> None:
@@ -132,17 +146,32 @@ def body_xxh3(body: Mapping[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(canonical_json({key: body[key] for key in body if key != "xxh3"}).encode())
 
 
+def manifest_bytes(body: Mapping[str, Any]) -> bytes:
+    """The one way in which a manifest is written, so that its content, which has a checksum, decides every byte."""
+    return (json.dumps(body, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def check_aliases(aliases: Mapping[str, Any], tensors: Container[str]) -> dict[str, str]:
+    """`aliases` if each leads from a name that no tensor has to a tensor; ValueError if not."""
+    for name, stored_as in aliases.items():
+        if name in tensors:
+            raise ValueError(f"{name!r} is a tensor of its own, and tied to {stored_as!r}")
+        if not isinstance(stored_as, str) or stored_as not in tensors:
+            raise ValueError(f"{name!r} is tied to {stored_as!r}, which is no tensor")
+    return dict(aliases)
+
+
 def _parse(body: Mapping[str, Any]) -> Manifest:
     tensors = {
         name: StoredTensor(
-            tuple(map(int, t["shape"])),
+            tuple(map(_count, t["shape"])),
             str(t["dtype"]),
             tuple(
                 Piece(
                     _file_name(p["file"]),
                     str(p["key"]),
-                    tuple(map(int, p["offset"])),
-                    tuple(map(int, p["size"])),
+                    tuple(map(_count, p["offset"])),
+                    tuple(map(_count, p["size"])),
                     str(p.get("xxh3_128", "")),
                 )
                 for p in t["pieces"]
@@ -161,19 +190,25 @@ def _parse(body: Mapping[str, Any]) -> Manifest:
                 if not 0 <= offset <= offset + size <= length:
                     raise ValueError(f"{name} has a piece outside its shape {list(tensor.shape)}")
     return Manifest(
-        int(body["step"]),
+        _count(body["step"]),
         str(body["job_digest"]),
         {str(axis): int(degree) for axis, degree in body["layout"].items()},
         dict(body["facts"]),
         tensors,
-        dict(body["aliases"]),
+        check_aliases(body["aliases"], tensors),
         files,
-        int(body.get("epoch", 0)),
+        _count(body.get("epoch", 0)),
     )
 
 
+def _count(number: Any) -> int:
+    if type(number) is not int or number < 0:
+        raise ValueError(f"{number!r} is no count")
+    return number
+
+
 def _stored_file(name: str, facts: Mapping[str, Any]) -> StoredFile:
-    stored = StoredFile(int(facts["num_bytes"]), str(facts["chunks_xxh3"]))
+    stored = StoredFile(_count(facts["num_bytes"]), str(facts["chunks_xxh3"]))
     if not re.fullmatch(r"([0-9a-f]{16})*", stored.chunks_xxh3) or len(stored.chunks_xxh3) != 16 * stored.num_chunks:
         raise ValueError(f"{name} has {len(stored.chunks_xxh3)} digits of checksums for {stored.num_bytes} bytes")
     return stored
@@ -191,20 +226,21 @@ def checkpoint_directory(run_dir: Path, step: int) -> Path:
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Committed checkpoints under a run's own directory, oldest first. Uncommitted directories have other names."""
+    """Checkpoints under a run's own directory, oldest first. Uncommitted directories have other names."""
     return list_folders(run_dir / "checkpoints")
 
 
 def list_folders(root: Path) -> list[Path]:
-    """Committed checkpoints in a directory, oldest first; none if it is not there.
+    """Checkpoints in a directory, oldest first; none if it is not there.
 
-    Raises CheckpointError where it cannot be seen what is there: that is not the same as nothing.
+    A `step-N` was renamed into place as a whole, so that one without a manifest is damaged, and not unfinished. Raises
+    CheckpointError where it cannot be seen what is there: that is not the same as nothing.
     """
     found = []
     try:
         for name in os.listdir(root):
             match = STEP_NAME.fullmatch(name)
-            if match and _is_file(root / name / MANIFEST):
+            if match and (_is_file(root / name / MANIFEST) or _is_directory(root / name)):
                 found.append((int(match[1]), root / name))
     except FileNotFoundError:
         return []
@@ -212,6 +248,15 @@ def list_folders(root: Path) -> list[Path]:
         where = str(error.filename or root)
         raise CheckpointError("checkpoints cannot be looked for", where=where, why=error.strerror) from None
     return [entry for _, entry in sorted(found)]
+
+
+def _is_directory(path: Path) -> bool:
+    """Also where a link leads to nothing any more."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return False
+    return stat.S_ISDIR(mode) or stat.S_ISLNK(mode)
 
 
 def _is_file(path: Path) -> bool:

@@ -49,7 +49,7 @@ def prune(
     epoch: Epoch | None = None,
 ) -> list[Folder]:
     """Remove what `retention` does not keep; what went, oldest first. `progress` hears of verified bytes, and of each
-    removal before it; it may raise.
+    removal before it; it may raise. A `dry_run` says and returns the same, and removes nothing.
 
     Nothing is removed before the newest that verifies, byte for byte, is known: where that one would go because newer
     ones are damaged, nothing does. Raises CheckpointError if one cannot be removed, or if the run is no longer that of
@@ -58,15 +58,15 @@ def prune(
     require_claim(epoch, store)
     by_step = {folder.step: folder for folder in store.folders()}
     going = [by_step[step] for step in retention.superfluous(by_step)]
-    if not going or dry_run:
-        return going
+    if not going:
+        return []
     newest_first = (by_step[step] for step in sorted(by_step, reverse=True))
     safe = next((folder for folder in newest_first if _verifies(folder, say, progress)), None)
     if safe is None or safe in going:
         why = "no checkpoint verifies" if safe is None else f"the newest that verifies is {safe.name}, which would go"
         say(f"{why}: nothing is removed")
         return []
-    for folder in going:
+    for folder in () if dry_run else going:
         require_claim(epoch, store)  # reading the safe one took a while
         progress(0)
         try:

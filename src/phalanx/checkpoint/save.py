@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -17,7 +16,7 @@ from phalanx.checkpoint.chunks import StoredFile
 from phalanx.checkpoint.epoch import Epoch
 from phalanx.checkpoint.folder import Folder
 from phalanx.checkpoint.incremental import Block, Earlier, earlier_checkpoint, write_blocks
-from phalanx.checkpoint.manifest import Manifest, Piece, StoredTensor
+from phalanx.checkpoint.manifest import Manifest, Piece, StoredTensor, check_aliases
 from phalanx.checkpoint.owner import require_claim
 from phalanx.checkpoint.shard_file import DTYPES, Bytes
 from phalanx.checkpoint.stores.protocol import Draft, Store
@@ -89,9 +88,8 @@ def save(
         with phases("before_commit"):
             with agreed(group, draft.url, "committing a checkpoint") as outcome:
                 if group.rank == 0:
-                    text = json.dumps(manifest.to_json(), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
                     require_claim(epoch, store)
-                    store.commit(draft, text.encode())
+                    store.commit(draft, manifest.to_bytes())
     except CheckpointError:
         if group.rank == 0:
             store.discard(draft)
@@ -215,5 +213,9 @@ def _assemble(
             raise CheckpointError(f"the ranks' blocks of {name} do not make the whole tensor")
     files = {name: StoredFile(**stored) for part in parts for name, stored in part["files"].items()}
     aliases = {name: stored_as for part in parts for name, stored_as in part["aliases"].items()}
+    try:
+        check_aliases(aliases, tensors)
+    except ValueError as error:
+        raise CheckpointError(f"the ranks do not agree on what is tied: {error}") from None
     number = epoch.number if epoch is not None else 0
     return Manifest(step, job_digest, group.layout.to_json(), dict(facts), tensors, aliases, files, number)

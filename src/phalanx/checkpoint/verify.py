@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from phalanx.checkpoint.folder import Folder, as_folder
@@ -24,15 +24,7 @@ def verify_checkpoint(place: Folder | Path, progress: Progress = lambda num_byte
         manifest = read_manifest(folder)
     except CheckpointError as error:
         return [error]
-    found: list[CheckpointError] = []
-    for check in (
-        lambda: require_whole_directory(folder, manifest),
-        lambda: _require_whole_tensors(folder, manifest),
-    ):
-        try:
-            check()
-        except CheckpointError as error:
-            found.append(error)
+    found = [*_directory_problems(folder, manifest), *_tensor_problems(folder, manifest)]
     there = _names_in(folder)
     for name, stored in sorted(manifest.files.items()):
         if name not in there:
@@ -58,31 +50,48 @@ def _names_in(folder: Folder) -> set[str]:
 
 def require_whole_directory(place: Folder | Path, manifest: Manifest) -> None:
     """Raise CheckpointError unless the folder holds the manifest's files and nothing else."""
+    for problem in _directory_problems(as_folder(place), manifest):
+        raise problem
+
+
+def require_whole_structure(place: Folder | Path, manifest: Manifest) -> None:
+    """Raise CheckpointError for all that `verify_checkpoint` finds without reading the tensors' bytes."""
     folder = as_folder(place)
+    for problem in (*_directory_problems(folder, manifest), *_tensor_problems(folder, manifest)):
+        raise problem
+    for name, stored in sorted(manifest.files.items()):
+        with CheckedFile(folder, name, stored) as file:
+            _require_pieces(file, name, manifest)
+
+
+def _directory_problems(folder: Folder, manifest: Manifest) -> list[CheckpointError]:
+    """What is missing, and what is there besides."""
     try:
         there = set(folder.sizes())
     except OSError as error:
-        raise CheckpointError("it cannot be read", where=folder.url, why=error.strerror or str(error)) from None
+        return [CheckpointError("it cannot be read", where=folder.url, why=error.strerror or str(error))]
     missing = sorted(set(manifest.files) - there)
     extra = sorted(there - set(manifest.files) - {MANIFEST})
+    found = []
     if missing:
         tensors = [
             name for name, tensor in manifest.tensors.items() if any(p.file == missing[0] for p in tensor.pieces)
         ]
-        raise CheckpointError(
-            f"{_some(missing)} missing", where=folder.url, why=f"{missing[0]} holds {_names(tensors)}"
-        )
+        holds = f"{missing[0]} holds {_names(tensors)}"
+        found.append(CheckpointError(f"{_named(missing)} missing", where=folder.url, why=holds))
     if extra:
-        raise CheckpointError(f"{_some(extra)} in it that no save wrote", where=folder.url, fix="move it elsewhere")
+        fix = "move it elsewhere"
+        found.append(CheckpointError(f"{_named(extra)} in it that no save wrote", where=folder.url, fix=fix))
+    return found
 
 
-def _require_whole_tensors(folder: Folder, manifest: Manifest) -> None:
+def _tensor_problems(folder: Folder, manifest: Manifest) -> Iterator[CheckpointError]:
     """Pieces must make their tensor: each element once."""
     for name, tensor in manifest.tensors.items():
         if tensor.dtype not in DTYPES:
-            raise CheckpointError(f"{name} is of type {tensor.dtype}, which nobody writes", where=folder.url)
-        if not is_tiled(tensor):
-            raise CheckpointError(f"the pieces of {name} do not make {list(tensor.shape)}", where=folder.url)
+            yield CheckpointError(f"{name} is of type {tensor.dtype}, which nobody writes", where=folder.url)
+        elif not is_tiled(tensor):
+            yield CheckpointError(f"the pieces of {name} do not make {list(tensor.shape)}", where=folder.url)
 
 
 def is_tiled(tensor: StoredTensor) -> bool:
@@ -130,10 +139,8 @@ def _require_pieces(file: CheckedFile, name: str, manifest: Manifest) -> None:
                 )
 
 
-def _some(names: list[str]) -> str:
-    if len(names) == 1:
-        return f"{names[0]} is"
-    return f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''} ({len(names)} files) are"
+def _named(names: list[str]) -> str:
+    return f"{names[0]} is" if len(names) == 1 else f"{', '.join(names)} ({len(names)} files) are"
 
 
 def _names(names: list[str]) -> str:

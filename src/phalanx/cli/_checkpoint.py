@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,17 +17,18 @@ from phalanx.checkpoint.retention import Retention
 from phalanx.checkpoint.retention import prune as remove_old
 from phalanx.checkpoint.stores import find_checkpoint, is_checkpoint, is_url, run_at, store_of
 from phalanx.checkpoint.verify import verify_checkpoint
-from phalanx.cli._json import print_json, printing_json
-from phalanx.cli._output import without_secrets
+from phalanx.cli._checkpoint_output import refusing, tell
+from phalanx.cli._json import print_json
 from phalanx.cli._progress import ProgressLine
 from phalanx.core.errors import CheckpointError, ExitCode, UsageError
+from phalanx.core.store_urls import local_directory
 from phalanx.core.units import format_bytes
 
 
 def ls(run: str, as_json: bool) -> int:
     """The verb."""
-    with printing_json(as_json):
-        found = [_facts(folder) for folder in _all_of(run)]
+    with refusing(as_json):
+        found = [_facts(folder) for folder in ([_one(run)] if is_checkpoint(run) else _all_of(run))]
         best = _best(run)
     if as_json:
         print_json("checkpoints", {"run": run, "best": best.step if best else None, "checkpoints": found}, indent=1)
@@ -37,12 +37,12 @@ def ls(run: str, as_json: bool) -> int:
     for facts in found:
         mark = "  best" if best and best.step == facts["step"] else ""
         if facts["error"]:
-            print(without_secrets(f"{facts['name']:<{width}} damaged: {facts['error']}"))
+            tell(f"{facts['name']:<{width}} damaged: {facts['error']}")
             continue
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts["written_unix_s"]))
         size = format_bytes(facts["num_bytes"])
         cut = " ".join(f"{axis}={degree}" for axis, degree in facts["layout"].items() if degree > 1) or "one rank"
-        print(f"{facts['name']:<{width}} {when}  {size:>10} in {facts['num_files']} files  written by {cut}{mark}")
+        tell(f"{facts['name']:<{width}} {when}  {size:>10} in {facts['num_files']} files  written by {cut}{mark}")
     return ExitCode.OK
 
 
@@ -66,7 +66,7 @@ def _facts(folder: Folder) -> dict[str, Any]:
 
 def verify(place: str, all_of_them: bool, as_json: bool) -> int:
     """The verb. Every problem on a line of its own."""
-    with printing_json(as_json):
+    with refusing(as_json):
         chosen = _all_of(place) if all_of_them and not is_checkpoint(place) else [_one(place)]
     results = []
     for folder in chosen:
@@ -84,10 +84,10 @@ def verify(place: str, all_of_them: bool, as_json: bool) -> int:
         )
         if not as_json:
             for problem in problems:
-                print(without_secrets(f"phalanx: {problem}"), file=sys.stderr)
+                tell(f"phalanx: {problem}", as_problem=True)
             verdict = f"damaged {folder.url}: {len(problems)} problem{'s' if len(problems) > 1 else ''}"
             whole = f"whole   {folder.url}: {format_bytes(total)}, every checksum holds"
-            print(without_secrets(verdict if problems else whole))
+            tell(verdict if problems else whole)
     if as_json:
         print_json("checkpoint-verify", {"checkpoints": results}, indent=1)
     return ExitCode.OK if all(result["ok"] for result in results) else ExitCode.CHECKPOINT
@@ -95,22 +95,21 @@ def verify(place: str, all_of_them: bool, as_json: bool) -> int:
 
 def diff(a: str, b: str, as_json: bool) -> int:
     """The verb."""
-    with printing_json(as_json):
+    with refusing(as_json):
         first, second = _one(a), _one(b)
         found = diff_checkpoints(first, second)
     if as_json:
         print_json("checkpoint-diff", {"a": first.url, "b": second.url, **found.to_json()}, indent=1)
     else:
-        print(f"first   {first.url}\nsecond  {second.url}")
-        for text in describe(found):
-            print(without_secrets(text))
+        for text in (f"first   {first.url}", f"second  {second.url}", *describe(found)):
+            tell(text)
     return ExitCode.OK if found.same else ExitCode.VERIFICATION
 
 
 def prune(run: str, keep_last: int, keep_every: int | None, dry_run: bool, as_json: bool) -> int:
     """The verb. Holds the run's lock: a job that is using the directory prunes by itself."""
     said: list[str] = []
-    with printing_json(as_json):
+    with refusing(as_json):
         place = str(run_at(run))
         if is_url(place):
             why = "a store knows neither the job that writes it nor the best checkpoint; the run's directory does"
@@ -136,9 +135,9 @@ def prune(run: str, keep_last: int, keep_every: int | None, dry_run: bool, as_js
         print_json("checkpoint-prune", facts, indent=1)
         return ExitCode.OK
     for text in said:
-        print(without_secrets(f"note    {text}"))
-    print(f"{'would remove' if dry_run else 'removed'}  {', '.join(folder.name for folder in gone) or 'nothing'}")
-    print(f"{'would keep' if dry_run else 'kept'}  {', '.join(kept)}")
+        tell(f"note    {text}")
+    tell(f"{'would remove' if dry_run else 'removed'}  {', '.join(folder.name for folder in gone) or 'nothing'}")
+    tell(f"{'would keep' if dry_run else 'kept'}  {', '.join(kept)}")
     return ExitCode.OK
 
 
@@ -166,9 +165,12 @@ def _num_bytes(folder: Folder) -> int:
 
 def _one(place: str) -> Folder:
     """A checkpoint: the one that was named, or the newest of a run."""
-    if is_checkpoint(place) and not is_url(place) and not Path(place).is_dir():
+    if not is_checkpoint(place):
+        return _all_of(place)[-1]
+    directory = local_directory(place) or (None if is_url(place) else Path(place))
+    if directory is not None and not directory.is_dir():
         _refuse_nowhere(place)
-    return find_checkpoint(place) if is_checkpoint(place) else _all_of(place)[-1]
+    return find_checkpoint(place)
 
 
 def _all_of(run: str) -> list[Folder]:

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from phalanx.checkpoint.choose import choose_checkpoint
 from phalanx.checkpoint.exchange.hf_directory import export_own_directory
-from phalanx.checkpoint.exchange.hf_export import Exported, Extras, Rounding, export_hugging_face
+from phalanx.checkpoint.exchange.hf_export import CONFIG, Exported, Extras, Rounding, export_hugging_face
 from phalanx.checkpoint.exchange.importing import KEPT_FILES, MODEL_TOML, Weights, write_import
 from phalanx.checkpoint.exchange.new_directory import refuse_old
 from phalanx.checkpoint.exchange.sources import open_source
 from phalanx.checkpoint.exchange.stored import StoredBag
 from phalanx.checkpoint.folder import Folder
-from phalanx.cli._json import print_json, printing_json
+from phalanx.cli._checkpoint_output import refusing, tell
+from phalanx.cli._json import print_json
 from phalanx.cli._origins import Origin, origin_of, run_of
 from phalanx.cli._progress import ProgressLine
-from phalanx.core.errors import CheckpointError, DataError, ExitCode, LayoutError, UsageError
+from phalanx.core.errors import CheckpointError, DataError, ExitCode, JobError, LayoutError, UsageError
 from phalanx.core.files import read_json
 from phalanx.core.units import format_bytes, format_count
 from phalanx.data.corpus import load_corpus
 from phalanx.data.tokenizer_files import TokenizerFiles, tokenizer_files
 from phalanx.job.hugging_face import is_hugging_face, read_config
+from phalanx.job.load import load_job
 from phalanx.job.model_toml import model_section
 from phalanx.job.toml import toml_value
 
@@ -32,7 +35,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 def export(place: str, out: str, form: str, dtype: str | None, shard_gb: float, best: bool, as_json: bool) -> int:
     """The verb."""
-    with printing_json(as_json):
+    with refusing(as_json):
         if form != "hf":
             raise UsageError(f"unknown format {form!r}", fix="the one there is: hf")
         if dtype is not None and dtype not in DTYPES:
@@ -87,17 +90,17 @@ def _rounding(dtype: str | None) -> Rounding | None:
 
 def _say_exported(folder: Folder, out: str, exported: Exported, notes: list[str]) -> None:
     size = format_bytes(exported.num_bytes)
-    print(f"from    {folder.url}, every byte verified")
-    print(f"model   {exported.architecture}, {exported.num_tensors} tensors of {exported.dtype}, {size}")
+    tell(f"from    {folder.url}, every byte verified")
+    tell(f"model   {exported.architecture}, {exported.num_tensors} tensors of {exported.dtype}, {size}")
     for note in notes:
-        print(f"note    {note}")
-    print(f"wrote   {out}: {', '.join(exported.files[:6])}{' ...' if len(exported.files) > 6 else ''}")
-    print(f'open    transformers.{exported.auto_class}.from_pretrained("{out}")')
+        tell(f"note    {note}")
+    tell(f"wrote   {out}: {', '.join(exported.files[:6])}{' ...' if len(exported.files) > 6 else ''}")
+    tell(f'open    transformers.{exported.auto_class}.from_pretrained("{out}")')
 
 
 def import_weights(source: str, out: str, prefix: str, trust_pickle: bool, as_json: bool) -> int:
     """The verb."""
-    with printing_json(as_json):
+    with refusing(as_json):
         refuse_old(Path(out))
         with (
             open_source(
@@ -110,14 +113,14 @@ def import_weights(source: str, out: str, prefix: str, trust_pickle: bool, as_js
     if as_json:
         print_json("checkpoint-import", {"source": source, "out": out, **facts}, indent=1)
         return ExitCode.OK
-    print(f"from    {source}: {facts['num_tensors']} tensors of {facts['dtype']}, {format_bytes(facts['num_bytes'])}")
+    tell(f"from    {source}: {facts['num_tensors']} tensors of {facts['dtype']}, {format_bytes(facts['num_bytes'])}")
     for note in weights.notes:
-        print(f"note    {note}")
-    print(f"wrote   {checkpoint}")
+        tell(f"note    {note}")
+    tell(f"wrote   {checkpoint}")
     if weights.shape is not None:
-        print(f"train   phalanx train {Path(out) / MODEL_TOML} data.source=...   (starts from these weights)")
+        tell(f"train   phalanx train {Path(out) / MODEL_TOML} data.source=...   (starts from these weights)")
     else:
-        print(f"train   set model.init_from={out} beside your own model.kind")
+        tell(f"train   set model.init_from={out} beside your own model.kind")
     return ExitCode.OK
 
 
@@ -145,7 +148,21 @@ def _job_file(weights: Weights, out: Path) -> str | None:
     text += model_section(weights.shape, more)
     if "tokenizer.json" in (weights.files or {}):
         text += f"\n[data]\ntokenizer = {toml_value(str(out / 'tokenizer.json'))}\n"
+    _require_job(text, weights)
     return text
+
+
+def _require_job(text: str, weights: Weights) -> None:
+    """Raise LayoutError unless `text` is a job that phalanx takes: a configuration may say what no job may."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / MODEL_TOML
+        path.write_text(text, encoding="utf-8")
+        try:
+            load_job(path)
+        except JobError as error:
+            where = str(Path(weights.origin) / CONFIG)
+            why = "; ".join(f"{problem.key}: {problem.what}" for problem in error.problems)
+            raise LayoutError("config.json describes a model that no job can have", where=where, why=why) from None
 
 
 def _origin(place: str, weights: StoredBag) -> Origin:

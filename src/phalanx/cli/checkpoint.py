@@ -21,11 +21,11 @@ RunDir = Annotated[str, typer.Argument(metavar="RUN", help="A run's directory.")
 AsJson = Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")]
 
 
-def ls(run: RunDir, as_json: AsJson = False) -> int:
-    """List the committed checkpoints of a run, oldest first."""
+def ls(place: Place, as_json: AsJson = False) -> int:
+    """List the checkpoints of a run, oldest first."""
     from phalanx.cli._checkpoint import ls
 
-    return ls(run, as_json)
+    return ls(place, as_json)
 
 
 def verify(

@@ -23,7 +23,7 @@ from phalanx.checkpoint.manifest import Manifest, Piece, StoredTensor
 from phalanx.checkpoint.shard_file import write_stream
 from phalanx.checkpoint.stores import open_store
 from phalanx.core.disk import Disk, write_bytes_durably
-from phalanx.core.errors import CheckpointError
+from phalanx.core.errors import CheckpointError, LayoutError
 from phalanx.job.shape import ModelShape
 from phalanx.job.tensors import stored_shapes
 
@@ -74,7 +74,11 @@ def from_hugging_face(source: Path, bag: StackBag | None = None) -> Weights:
     Raises LayoutError for a model that phalanx does not have, MisfitError for tensors that are not that model's.
     """
     config = read_config(source)
-    shape = shape_of_config(config)
+    try:
+        shape = shape_of_config(config)
+    except LayoutError as error:
+        error.where = str(source / CONFIG)
+        raise
     family, shapes = family_of(config["model_type"]), stored_shapes(shape)
     theirs = bag or open_safetensors(source)
     found = to_ours(family, shapes, theirs)
@@ -88,7 +92,11 @@ def from_hugging_face(source: Path, bag: StackBag | None = None) -> Weights:
         )
     settings = {key: config[key] for key in KEPT_SETTINGS if config.get(key) is not None}
     files = {name: source / name for name in KEPT_FILES if (source / name).is_file()}
-    tensors = tuple(together(shapes, found.tensors))
+    try:
+        tensors = tuple(together(shapes, found.tensors))
+    except CheckpointError as error:
+        error.where = error.where or str(source)
+        raise
     notes = tuple(f"{name} is left out: the embedding is the head, config.json says" for name in found.tied_heads)
     return Weights(str(source), tensors, shape, settings, files, notes)
 
@@ -164,8 +172,7 @@ def _write_checkpoint(weights: Weights, directory: Path, file_bytes: int, progre
         "hugging_face": dict(weights.settings or {}),
     }
     manifest = Manifest(0, "", {}, facts, tensors, dict(weights.aliases), files)
-    text = json.dumps(manifest.to_json(), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
-    store.commit(draft, text.encode())
+    store.commit(draft, manifest.to_bytes())
 
 
 def _shape_of(parts: Sequence[Piece]) -> tuple[int, ...]:

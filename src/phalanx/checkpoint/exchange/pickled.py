@@ -27,12 +27,14 @@ _KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR", "SYSTE
 
 @dataclass(frozen=True)
 class Unpickled:
-    """`num_skipped` things in it were no tensors; `aliases` are names of tied tensors; `ran_code`: torch could not read
-    it as mere weights.
+    """`num_skipped` things in it were no tensors, `left_out` are tensors that no checkpoint holds, with what they are.
+
+    `aliases` are names of tied tensors; `ran_code`: torch could not read it as mere weights.
     """
 
     bag: SafetensorsBag
     num_skipped: int
+    left_out: tuple[str, ...]
     aliases: Mapping[str, str]
     ran_code: bool
 
@@ -56,7 +58,11 @@ def unpickled(source: Path, *, beside: Path) -> Iterator[Unpickled]:
         with TemporaryDirectory(dir=beside, prefix=".unpickled-") as folder:
             answer = _read(source.absolute(), Path(folder))
             bag = open_safetensors(Path(folder))
-            yield Unpickled(bag, int(answer["num_skipped"]), dict(answer["aliases"]), bool(answer["ran_code"]))
+            bag.where = str(source)  # the folder is nobody's who reads a message
+            left_out = tuple(map(str, answer["left_out"]))
+            yield Unpickled(
+                bag, int(answer["num_skipped"]), left_out, dict(answer["aliases"]), bool(answer["ran_code"])
+            )
     except OSError as error:
         raise CheckpointError("it cannot be read", where=str(source), why=str(error)) from None
 
@@ -77,10 +83,13 @@ def _read(source: Path, folder: Path) -> dict[str, Any]:
     lines = [line for line in done.stdout.splitlines() if line.strip()]
     try:
         answer = json.loads(lines[-1])
-        if done.returncode == 0 and isinstance(answer, dict):
-            return answer
+        is_told = done.returncode == 0 and isinstance(answer, dict)
     except (ValueError, IndexError):
-        pass
+        is_told = False
+    if is_told and "refused" in answer:
+        raise CheckpointError(str(answer["refused"]), where=str(source), why=answer["why"])
+    if is_told:
+        return dict(answer)
     told = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     why = told[-1][:300] if told else f"the process that read it ended with {done.returncode}"
     raise CheckpointError("it cannot be read", where=str(source), why=why)

@@ -77,9 +77,9 @@ def _require_numbers(values: Mapping[str, Any]) -> None:
     """Numbers that a model can have, before anything is made of them. Raises ValueError."""
     for key, value in values.items():
         usual = getattr(ModelShape, key, None)
-        if key in ("norm_eps", "tie_embeddings") or isinstance(usual, str):
+        if isinstance(usual, str):
             continue
-        if isinstance(usual, bool):
+        if isinstance(usual, bool) or key == "tie_embeddings":
             fits = isinstance(value, bool)
         else:
             kinds = int | float if isinstance(usual, float) else int

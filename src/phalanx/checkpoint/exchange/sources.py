@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from phalanx.checkpoint.exchange.bags import INDEX, open_safetensors
@@ -41,7 +42,8 @@ def open_source(source: Path, *, prefix: str, trust_pickle: bool, beside: Path) 
         raise refuse_pickle(source)
     with unpickled(source, beside=beside) as found:
         if has_config:
-            yield from_hugging_face(source, found.bag)
+            weights = from_hugging_face(source, found.bag)
+            yield replace(weights, notes=(*weights.notes, *_notes(found)))
         else:
             yield as_they_are(str(source), found.bag, prefix=prefix, aliases=found.aliases, notes=_notes(found))
 
@@ -63,6 +65,9 @@ def _notes(found: Unpickled) -> list[str]:
         many = found.num_skipped > 1
         words = "things in it are no tensors and are" if many else "thing in it is no tensor and is"
         notes.append(f"{found.num_skipped} {words} left out")
+    if found.left_out:
+        more = f" and {len(found.left_out) - 5} more" if len(found.left_out) > 5 else ""
+        notes.append(f"no checkpoint can hold {', '.join(found.left_out[:5])}{more}: left out")
     if found.ran_code:
         notes.append("torch cannot read it as mere weights: it was unpickled in full, with whatever that runs")
     return notes

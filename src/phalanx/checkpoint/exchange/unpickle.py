@@ -8,41 +8,73 @@ from __future__ import annotations
 import json
 import pickle
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from phalanx.checkpoint.shard_file import DTYPES, Bytes, Source, write_file
+from phalanx.core.errors import CheckpointError
 from phalanx.mesh.logical import dtype_name, full_name
 
+T = TypeVar("T")
 GROUP_BYTES = 2 << 30  # of a DCP directory, so much is in memory at a time
 BINARIES = "pytorch_model*.bin"
 
 
 def main(source: Path, folder: Path) -> dict[str, Any]:
-    """What is told of it: how many things were no tensors, which names mean a tensor that has another one already, and
-    whether more than weights had to be unpickled.
+    """What is told of it: how many things were no tensors, which tensors no file can hold, which names mean a tensor
+    that has another one already, and whether more than weights had to be unpickled. Raises CheckpointError.
     """
     if source.is_dir() and (source / ".metadata").is_file():
         return _read_dcp(source, folder)
     files = sorted(source.glob(BINARIES)) if source.is_dir() else [source]
-    num_skipped, ran_code = 0, False
+    num_skipped, num_tensors, ran_code = 0, 0, False
     aliases: dict[str, str] = {}
+    left_out: list[str] = []
+    theirs: dict[str, str] = {}
     for number, path in enumerate(files):
         content, is_more = _unpickle(path)
         ran_code |= is_more
-        tensors = {full_name(name): value for name, value in _flat(content, "") if _is_plain(value)}
-        num_skipped += sum(not _is_plain(value) for _, value in _flat(content, ""))
+        things = list(_flat(content, ""))
+        found = dict(_by_our_name(_tensors(things), theirs))
+        left_out += [f"{name} ({_kind(value)})" for name, value in found.items() if _kind(value)]
+        tensors = {name: value for name, value in found.items() if not _kind(value)}
+        num_tensors += len(tensors)
+        num_skipped += len(things) - len(found)
         if source.is_file():  # a directory's configuration says what is tied
             aliases = _take_tied(tensors)
         if tensors:
             _write(folder / f"part-{number:05d}.safetensors", tensors)
-    return {"num_skipped": num_skipped, "aliases": aliases, "ran_code": ran_code}
+    return _told(num_tensors, num_skipped, left_out, aliases, ran_code=ran_code)
+
+
+def _told(
+    num_tensors: int, num_skipped: int, left_out: list[str], aliases: Mapping[str, str], *, ran_code: bool
+) -> dict[str, Any]:
+    if not num_tensors:
+        why = f"{', '.join(left_out[:3])} cannot be taken" if left_out else None
+        raise CheckpointError("there is no tensor in it", why=why)
+    return {"num_skipped": num_skipped, "left_out": left_out, "aliases": dict(aliases), "ran_code": ran_code}
+
+
+def _tensors(things: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((name, value) for name, value in things if isinstance(value, torch.Tensor))
+
+
+def _by_our_name(named: Iterable[tuple[str, T]], theirs: dict[str, str]) -> Iterator[tuple[str, T]]:
+    """Under names without those of wrappers, each of which must mean one thing; `theirs` remembers what they were."""
+    for name, value in named:
+        ours = full_name(name)
+        if ours in theirs:
+            both = f"{name!r} is" if theirs[ours] == name else f"{theirs[ours]!r} and {name!r} are"
+            raise CheckpointError(f"{both} in it, and only one can be {ours!r}")
+        theirs[ours] = name
+        yield ours, value
 
 
 def _take_tied(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
@@ -70,7 +102,25 @@ def _unpickle(path: Path) -> tuple[Any, bool]:
     try:
         return torch.load(path, map_location="cpu", weights_only=True), False
     except pickle.UnpicklingError:
+        pass
+    except Exception as error:
+        raise _unreadable(path, error) from None
+    try:
         return torch.load(path, map_location="cpu", weights_only=False), True
+    except Exception as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    """What is said of garbage by whoever unpickles it (`KeyError: 101`) helps nobody."""
+    with open(path, "rb") as file:
+        head = file.read(2)
+    if not head:
+        return CheckpointError(f"{path.name} is empty")
+    if not head.startswith((b"\x80", b"PK")):  # a pickle, or an archive with one
+        return CheckpointError(f"{path.name} is not a file of torch.save")
+    why = f"{type(error).__name__}: {error}".splitlines()[0]
+    return CheckpointError(f"{path.name} cannot be unpickled", why=why[:300])
 
 
 def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -87,15 +137,17 @@ def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def _is_plain(value: Any) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and not isinstance(value, DTensor)
-        and value.layout is torch.strided
-        and not value.is_quantized
-        and not value.is_meta
-        and dtype_name(value.dtype) in DTYPES
-    )
+def _kind(value: torch.Tensor) -> str:
+    """Of a tensor that no file of safetensors can hold, what it is; empty for any other."""
+    if isinstance(value, DTensor):
+        return "a DTensor"
+    if value.is_quantized:
+        return "quantized"
+    if value.layout is not torch.strided:
+        return str(value.layout).removeprefix("torch.")
+    if value.is_meta:
+        return "without values"
+    return "" if dtype_name(value.dtype) in DTYPES else dtype_name(value.dtype)
 
 
 def _read_dcp(source: Path, folder: Path) -> dict[str, Any]:
@@ -103,15 +155,31 @@ def _read_dcp(source: Path, folder: Path) -> dict[str, Any]:
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    found = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
-    tensors = {name: facts for name, facts in found.items() if isinstance(facts, TensorStorageMetadata)}
+    found = _dcp_metadata(source)
+    all_tensors = {name: facts for name, facts in found.items() if isinstance(facts, TensorStorageMetadata)}
+    named = dict(_by_our_name(((name, name) for name in all_tensors), {}))
+    dtypes = {name: dtype_name(facts.properties.dtype) for name, facts in all_tensors.items()}
+    tensors = {name: facts for name, facts in all_tensors.items() if dtypes[name] in DTYPES}
+    our_names = {theirs: ours for ours, theirs in named.items()}
     for number, names in enumerate(_groups(tensors)):
         group: dict[str, Any] = {
             name: torch.empty(tensors[name].size, dtype=tensors[name].properties.dtype) for name in names
         }
         dcp.load(group, checkpoint_id=source, no_dist=True)
-        _write(folder / f"part-{number:05d}.safetensors", {full_name(name): group[name] for name in names})
-    return {"num_skipped": len(found) - len(tensors), "aliases": {}, "ran_code": False}
+        _write(folder / f"part-{number:05d}.safetensors", {our_names[name]: group[name] for name in names})
+    left_out = [f"{our_names[name]} ({dtypes[name]})" for name in all_tensors if name not in tensors]
+    return _told(len(tensors), len(found) - len(all_tensors), left_out, {}, ran_code=False)
+
+
+def _dcp_metadata(source: Path) -> Mapping[str, Any]:
+    from torch.distributed import checkpoint as dcp
+
+    try:
+        found: Mapping[str, Any] = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        raise CheckpointError(".metadata is not that of torch.distributed.checkpoint", why=why) from None
+    return found
 
 
 def _groups(tensors: Mapping[str, Any]) -> Iterator[list[str]]:
@@ -145,4 +213,7 @@ def _bytes(tensor: torch.Tensor) -> Bytes:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]), Path(sys.argv[2]))))
+    try:
+        print(json.dumps(main(Path(sys.argv[1]), Path(sys.argv[2]))))
+    except CheckpointError as refusal:
+        print(json.dumps({"refused": refusal.what, "why": refusal.why}))

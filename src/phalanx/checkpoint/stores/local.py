@@ -1,7 +1,7 @@
 """Checkpoints in a directory: written hidden, synced, and renamed into place. Torch-free.
 
-`step-N` is a checkpoint if it holds a manifest. `.step-N.TOKEN.partial` is being written, `.step-N.replaced` was the
-checkpoint of a step that is being saved again, `.step-N.removed` is on its way out.
+`step-N` is a checkpoint, and damaged without a manifest. `.step-N.TOKEN.partial` is being written, `.step-N.replaced`
+was the checkpoint of a step that is being saved again, `.step-N.removed` is on its way out.
 """
 
 from __future__ import annotations
