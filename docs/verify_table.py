@@ -150,7 +150,8 @@ HEAD = (
     "What `phalanx verify` measured: each layout beside one process, as [verify.md](verify.md) defines the errors.",
     f"Each row is {STEPS} optimizer steps of several microbatches, with uneven numbers of targets.",
     'Allowed are 1e-10 in float64 (1e-8 after the job\'s optimizer, "update") and 1e-5 in float32, unless a cell says '
-    "otherwise: models that compute in float32 on their way (the norms of most Hugging Face models do) are judged by that in float64, too, and "
+    "otherwise: models that compute in float32 on their way (the norms of most Hugging Face models do) are judged by "
+    "that in float64, too, and "
     "casts of gradients by what they round.",
     'Compressed gradients equal nothing by design ("lossy"): of int8, powersgd and topk "gradient" is what the first '
     "step sends and what it keeps, added up, and weights are told and not judged.",

@@ -29,7 +29,10 @@ def shape(*, tied: bool = True, num_kv_heads: int = 2, num_layers: int = 2) -> M
 
 def decoder(*, tied: bool, dtype: torch.dtype, num_experts: int = 0) -> Decoder:
     """Real weights, the same on every rank and in every process, large enough to bend every nonlinearity."""
-    module = Decoder(replace(shape(tied=tied), num_experts=num_experts))
+    whole = shape(tied=tied)
+    if num_experts:
+        whole = replace(whole, num_experts=num_experts, experts_per_token=2, expert_ffn_dim=20)
+    module = Decoder(whole)
     fill(module)
     return module.to(dtype)
 

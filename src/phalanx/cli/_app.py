@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 from phalanx.cli._output import open_closed_streams, silence, without_secrets
 from phalanx.core.errors import ExitCode, JobError, PhalanxError, did_you_mean
 from phalanx.core.registry import names
+from phalanx.observe.words import printable
 
 PACKAGE = "phalanx.cli"
 TRY = "Try it: phalanx train (a small decoder on this interpreter's own source text, two ranks or more)"
@@ -172,5 +173,6 @@ def tell(error: PhalanxError) -> None:
 
 
 def _print_error(text: str) -> None:
-    """What a user's code raised may hold a secret of the environment, too."""
-    print(without_secrets(text), file=sys.stderr)
+    """What a user's code raised, or a stranger's file says, may hold a secret of the environment, or move a cursor."""
+    lines = without_secrets(text).split("\n")
+    print("\n".join(printable(line, limit=len(line)) for line in lines), file=sys.stderr)
