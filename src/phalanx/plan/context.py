@@ -110,7 +110,7 @@ def context_reasons(job: Job, shape: ModelShape, work: Workload) -> list[str]:
         f"{how[load_balance(job)]}; {work.cp_attention} attention"
     ]
     if shape.is_known:
-        sent = format_bytes(sent_bytes_of_step(of_one_rank(shape, work.tp), work))
+        sent = format_bytes(sent_bytes_of_step(of_one_rank(shape, work.tp, work.rules), work))
         lines[0] += f" sends {sent} per rank and step"
     if job.parallel.cp_attention == "ulysses" and job.parallel.cp_load_balance != load_balance(job):
         lines.append("cp_load_balance is left to ulysses, which has equal work with one run of tokens each")

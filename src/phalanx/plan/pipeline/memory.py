@@ -52,7 +52,7 @@ def pipeline_memory(
 
     `dp_size`: ranks that share one copy of a stage; `num_shares`: all that hold the same stages, and save them.
     """
-    shape = of_one_rank(shape, work.tp)
+    shape = of_one_rank(shape, work.tp, work.rules)
     params = part_params(shape, pipeline.first_stage, pipeline.last_stage)
     here = part_params(shape, pipeline.first_stage, pipeline.last_stage, work.ep)
     schedule = pipeline.schedule()

@@ -46,7 +46,7 @@ def with_pipeline(
     work = replace(work, segments=within_stages(segments, pipeline.stages))
     recomputed, samples = recomputed_blocks(segments), work.micro_batch_size
     seconds = costs_of(parts, pipeline.stages, samples=samples, recomputed=recomputed, tp=work.tp)
-    here = of_one_rank(shape, work.tp)
+    here = of_one_rank(shape, work.tp, work.rules)
     size = max(rank_activations(here, work, pipeline)) if shape.is_known else 0
     reasons += said(job, shape, work.segments or (), size)
     return work, replace(pipeline, costs=seconds)
@@ -82,7 +82,7 @@ def _uncosted(job: Job, asked: Asked, work: Workload, stages: Stages) -> Pipelin
 
 def _within_budget(job: Job, shape: ModelShape, work: Workload, pipeline: Pipeline) -> tuple[Segment, ...]:
     """Each rank recomputes as few of its blocks as it must."""
-    here = of_one_rank(shape, work.tp)
+    here = of_one_rank(shape, work.tp, work.rules)
     found: list[Segment] = []
     for rank in range(pipeline.num_ranks):
         ranges = [pipeline.stages.ranges[stage] for stage in pipeline.stages_of(rank)]
