@@ -89,6 +89,7 @@ class Workload:
     options: DataParallel = field(default_factory=DataParallel)
     cp: int = 1  # ranks that each have a part of every sequence
     cp_attention: str = "ring"
+    is_compiled: bool = False
     ep: int = 1  # ranks that each have a part of every block's experts
 
     @property

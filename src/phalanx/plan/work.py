@@ -33,6 +33,7 @@ def work_of(
         cp=cp,
         cp_attention=job.parallel.cp_attention,
         ep=ep,
+        is_compiled=job.train.compile,
     )
 
 

@@ -105,6 +105,8 @@ def stage_bytes(shape: ModelShape, work: Workload, pipeline: Pipeline, stage: in
     for_weights = sum(
         activations.weight_input_bytes(shape, c, experts=layer >= first_with_experts) for layer in range(begin, end)
     )
+    if work.is_compiled:
+        for_weights = 0  # the half of the input does both
     whole = tokens * sum(kept) + outside
     return StageBytes(whole, tokens * (worst_moment(kept, redone) - sum(kept)), tokens * for_weights)
 

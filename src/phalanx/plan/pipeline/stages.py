@@ -46,6 +46,8 @@ def with_pipeline(
     work = replace(work, segments=within_stages(segments, pipeline.stages))
     recomputed, samples = recomputed_blocks(segments), work.micro_batch_size
     seconds = costs_of(parts, pipeline.stages, samples=samples, recomputed=recomputed, tp=work.tp)
+    if job.train.compile:
+        seconds = tuple(cost.unsplit for cost in seconds)
     here = of_one_rank(shape, work.tp, work.rules)
     size = max(rank_activations(here, work, pipeline)) if shape.is_known else 0
     reasons += said(job, shape, work.segments or (), size)
