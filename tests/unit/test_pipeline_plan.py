@@ -193,6 +193,19 @@ def test_bubble_of_70b_on_tp8_x_pp8() -> None:
             {"pp": 4, "layers": 4, "schedule": "zb-v"},
             "4 blocks cannot be cut into the 8 stages of parallel.pp 4 x 2 stages per rank; nearest: parallel.pp=2",
         ),
+        (
+            {"pp": 2, "layers": 4, "schedule": "interleaved", "stages_per_rank": 4},
+            "4 blocks cannot be cut into the 8 stages of parallel.pp 2 x 4 stages per rank; nearest: "
+            "parallel.stages_per_rank=2",
+        ),
+        (
+            {"pp": 3, "ranks": 6, "batch": 36, "layers": 4, "schedule": "interleaved"},
+            "the 6 stages of parallel.pp 3 x 2 stages per rank; nearest: parallel.pp=2, or parallel.schedule=1f1b",
+        ),
+        (
+            {"pp": 3, "layers": 4, "batch": 36, "schedule": "interleaved"},
+            "the 6 stages of parallel.pp 3 x 2 stages per rank; nearest: parallel.schedule=1f1b",
+        ),
         ({"pp": 4, "layers": 2}, "2 blocks cannot be cut into the 4 stages of parallel.pp 4; nearest: parallel.pp=2"),
         (
             {"schedule": "1f1b", "stages_per_rank": 2},
@@ -223,6 +236,18 @@ def test_bubble_of_70b_on_tp8_x_pp8() -> None:
 )
 def test_what_cannot_be_is_refused_with_the_nearest(asked: dict[str, Any], line: str) -> None:
     assert line in refusal(**asked)
+
+
+@pytest.mark.parametrize(
+    "mended",
+    [
+        {"pp": 2, "layers": 4, "schedule": "interleaved", "stages_per_rank": 2},
+        {"pp": 2, "ranks": 6, "batch": 36, "layers": 4, "schedule": "interleaved"},
+        {"pp": 3, "batch": 36, "layers": 4, "schedule": "1f1b"},
+    ],
+)
+def test_what_is_named_as_nearest_can_be_planned(mended: dict[str, Any]) -> None:
+    assert plan(**mended).pipeline is not None
 
 
 def test_a_batch_with_no_legal_split_names_one_that_has() -> None:
