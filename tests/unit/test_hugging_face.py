@@ -201,6 +201,15 @@ def test_memory_of_a_rank_of_tp_is_what_its_rules_leave(tmp_path: Path) -> None:
     assert part_params(here).after == after
 
 
+def test_documents_are_not_kept_apart_by_what_names_none_which_the_plan_says(tmp_path: Path) -> None:
+    job = load_job(None, [f"model.kind=hf:{write_config(tmp_path, 'mixtral')}", "data.seq_len=8"])
+    shape = probe_foreign_shape(str(job.model.kind), {}, tmp_path / "cache")
+    assert make_plan(job, shape=shape).num_params == shape.num_params
+    masked = job.model_copy(update={"data": job.data.model_copy(update={"document_masks": True})})
+    with pytest.raises(LayoutError, match="cannot keep documents apart: its forward names no document_ids"):
+        make_plan(masked, shape=shape)
+
+
 def test_a_plan_counts_the_state_that_tp_leaves_of_it(tmp_path: Path) -> None:
     """Eight billion parameters are 120 GiB of state, of which a rank of eight has an eighth."""
     widths = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}

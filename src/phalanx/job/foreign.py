@@ -29,7 +29,7 @@ from phalanx.job.shape import Holder, Measured, ModelShape, measured_shape
 PROBE = "phalanx.nn.probe"
 TIMEOUT_S = 300.0
 SHAPE_CACHE = Path(os.path.expanduser("~/.cache/phalanx/shapes"))  # keyed by the sources of the user's module
-ANSWER = 7  # what the probe tells has changed; answers that are kept from before are not asked
+ANSWER = 8  # what the probe tells has changed; answers that are kept from before are not asked
 
 FACTS: Any = ("vocab_size", "max_positions", "image_size", "patch_size", "num_channels", "num_classes")
 
@@ -125,6 +125,7 @@ def _shape(kind: str, printed: str) -> ModelShape:
         brought,
         blocks,
         last_stage,
+        bool(answer.get("has_attention_seam", True)),
     )
     return replace(measured_shape(kind, len(blocks), measured), **facts)
 

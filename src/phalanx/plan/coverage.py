@@ -35,7 +35,25 @@ def check_rules(own: Mapping[str, str], shape: ModelShape, tp: int) -> tuple[Rul
         rule = rule_of(rules, holder.name)
         if rule is not None and rule.kind in CUTS:
             _check(rule, holder, tp)
+    _require_rows(rules, shape.measured.holders)
     return rules
+
+
+def _require_rows(rules: Sequence[Rule], holders: Sequence[Holder]) -> None:
+    """Raises LayoutError for columns where nothing takes parts of features: no row anywhere, and no sum."""
+    cut = [rule for holder in holders if (rule := rule_of(rules, holder.name)) is not None]
+    column = next((rule for rule in cut if rule.kind == "column" and not rule.gather), None)
+    takes_parts = any(rule.kind == "row" for rule in cut) or any(rule.summed for rule in rules)
+    if column is not None and not takes_parts:
+        raise no_row(column, "no row takes them")
+
+
+def no_row(column: Rule, what: str) -> LayoutError:
+    return LayoutError(
+        f"a rank has a part of the features that it puts out, and {what}",
+        where=f'sharding rule "{column.pattern}" = "{column.text}"',
+        fix='give the layer that takes them "row", or put them together with "column gather"',
+    )
 
 
 def _check_built_in(own: tuple[Rule, ...], shape: ModelShape, tp: int) -> tuple[Rule, ...]:
