@@ -9,8 +9,8 @@ from dataclasses import replace
 from phalanx.core.errors import LayoutError
 from phalanx.core.units import format_bytes
 from phalanx.job import counts
-from phalanx.job.expert_checks import WHY, experts_can_do_it, misfit, ranks_for_experts
-from phalanx.job.nearby import divisors, nearest
+from phalanx.job.expert_checks import WHY, experts_can_do_it, misfit, not_divided, ranks_for_experts
+from phalanx.job.nearby import divisors
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.plan.memory import Workload, of_one_rank
@@ -34,8 +34,8 @@ def expert_parallel_degree(job: Job, shape: ModelShape, num_ranks: int) -> int:
     for found in experts_can_do_it.run(job):
         raise LayoutError(f"{'.'.join(map(str, found.path))}: {found.what}", fix=found.fix)
     if size % ep:
-        legal = divisors(math.gcd(size, shape.num_experts))
-        raise LayoutError(f"parallel.ep {ep} does not divide {called}", fix=f"nearest: {nearest(ep, legal)}")
+        what, fix = not_divided(job, shape, size, called)
+        raise LayoutError(f"parallel.{what}", fix=fix)
     return ep
 
 
