@@ -224,6 +224,18 @@ REFUSED: dict[str, tuple[Any, tuple[str, ...]]] = {
         lambda: lm({"layers.*.inner.fc2": "row"}),
         ("layers.0.inner.fc2 gets 23 features", "a row follows columns that are cut alike"),
     ),
+    "a column that a whole layer follows": (
+        lambda: lm({"layers.*.inner.fc1": "column"}),
+        (
+            'rule "layers.*.inner.fc1" = "column"',
+            "those of layers.0.inner.fc1, ",
+            "of 23, meet what is whole: mat1 and mat2",
+        ),
+    ),
+    "a column that is added to what is whole": (
+        lambda: lm({"layers.*.inner.fc2": "column"}),
+        ('rule "layers.*.inner.fc2" = "column"', "layers.0.inner.fc2, 8 of 16, meet what is whole: The size of tensor"),
+    ),
     "more ranks than features": (
         lambda: tp_zoo.Lm(lambda: tp_zoo.Residual(tp_zoo.MLP(width=1)), tp_zoo.MLP_RULES),
         ("layers.0.inner.fc1 has 1 features, too few for tp 2",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from models import CPU, shape
 from online_softmax import attention_by_blocks
 from phalanx.core.errors import LayoutError
+from phalanx.job.foreign import probe_foreign_shape
 from phalanx.job.rank_checks import context_parallel_keys_are_read
 from phalanx.job.schema import Job
 from phalanx.parallel.cp_chunks import Chunks
@@ -263,6 +265,44 @@ def test_models_of_hugging_face_are_refused_by_the_plan() -> None:
     job = Job.model_validate({"model": {"kind": "hf:anywhere"}, "parallel": {"ranks": 2, "cp": 2}})
     with pytest.raises(LayoutError, match="those of Hugging Face have no such seam"):
         context_parallel_degree(job, shape(), tp=1)
+
+
+@pytest.mark.parametrize("has_seam", [False, True])
+def test_an_own_module_without_the_seam_is_refused_by_the_plan(tmp_path: Path, has_seam: bool) -> None:
+    """As its ranks would refuse it: what they look for, the probe looks for."""
+    name = f"seam_{has_seam}"
+    (tmp_path / f"{name}.py").write_text(SEAM if has_seam else SEAM.replace("self.core =", "self.kernel ="))
+    sys.path.insert(0, str(tmp_path))
+    try:
+        shape = probe_foreign_shape(f"{name}:Model", {})
+    finally:
+        sys.path.remove(str(tmp_path))
+    job = Job.model_validate({"model": {"kind": f"{name}:Model"}, "parallel": {"ranks": 2, "cp": 2}})
+    if has_seam:
+        assert make_plan(job, cluster=CPU, shape=shape).layout.cp == 2
+        return
+    with pytest.raises(LayoutError, match=f"cp needs a model whose attention can be swapped, and {name}:Model has no"):
+        make_plan(job, cluster=CPU, shape=shape)
+
+
+SEAM = """
+from torch import nn
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.core = nn.Identity()
+        self.q = nn.Linear(4, 4)
+
+class Model(nn.Module):
+    is_per_token_outside_regions = True
+    def __init__(self):
+        super().__init__()
+        self.attention_mask = lambda *args: None
+        self.layers = nn.ModuleList([Attention(), Attention()])
+    def forward(self, inputs, positions=None):
+        return inputs
+"""
 
 
 def test_keys_that_nothing_reads_are_told() -> None:

@@ -169,6 +169,24 @@ BASE = ("model.preset=small-mixtral", "train.global_batch_size=32")
             "parallel.dp_shard=2 parallel.cp=2 parallel.ep=8",
             "parallel.ep: ep 8 does not divide dp_shard 2 x cp 2; near",
         ),
+        (
+            "model.preset=small-mixtral parallel.ep=2 parallel.pp=2 parallel.ranks=2",
+            "parallel.ranks: ep 2 does not divide the 1 rank that holds the same part of the model; nearest: 1, or "
+            "parallel.ranks=4",
+        ),
+        (
+            "parallel.ranks=2 parallel.pp=2 parallel.ep=2 model.preset=small-mixtral",  # the model has no part in it
+            "override: parallel.ep: ep 2 does not divide the 1 rank that holds",
+        ),
+        (
+            "parallel.ranks=4 parallel.ep=4 parallel.dp_shard=2",
+            "ep 4 does not divide dp_shard 2; nearest: 2, or parallel.dp_shard=4",
+        ),
+        (
+            "parallel.ranks=8 parallel.cp=2 parallel.dp_replicate=2 parallel.ep=8",
+            "ep 8 does not divide dp_shard 2 x cp 2, what dp_replicate 2 leaves of the ranks; nearest: 4, or "
+            "parallel.ranks=16",
+        ),
         ("parallel.ep=2 parallel.zero_stage=1", "parallel.zero_stage: 1 is not for parallel.ep: experts are reduced"),
         ("parallel.ep=2 parallel.compress=int8", "parallel.compress: not with parallel.ep: experts are reduced over"),
         ("parallel.ep=2 train.compile=true", "train.compile: not with parallel.ep"),
@@ -181,7 +199,15 @@ def test_it_is_refused_at_the_door(overrides: str, line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "overrides", ["parallel.ep=8", "parallel.ep=1 model.preset=small", "parallel.cp=4 parallel.ep=4"]
+    "overrides",
+    [
+        "parallel.ep=2 parallel.pp=2 parallel.ranks=4",
+        "parallel.ranks=4 parallel.ep=4 parallel.dp_shard=4",
+        "parallel.ranks=16 parallel.cp=2 parallel.dp_replicate=2 parallel.ep=8",
+        "parallel.ep=8",
+        "parallel.ep=1 model.preset=small",
+        "parallel.cp=4 parallel.ep=4",
+    ],
 )
 def test_what_can_be_is_let_in(overrides: str) -> None:
     assert load_job(None, (*BASE, *overrides.split())).parallel.ep

@@ -11,15 +11,23 @@ import torch
 
 from hf_zoo import WIDTHS, ZOO, write_config
 from phalanx.core.errors import JobError, LayoutError
+from phalanx.core.phases import Phases
 from phalanx.job.foreign import probe_foreign_shape
 from phalanx.job.load import load_job
+from phalanx.job.schema import Job
 from phalanx.mesh.blocks import find_blocks
 from phalanx.mesh.linear import brought_rules
+from phalanx.mesh.tensor_group import TensorGroup
 from phalanx.nn.hf import build
 from phalanx.nn.hf_experts import use_batched_products
 from phalanx.nn.objective import logits_cross_entropy
 from phalanx.parallel.model import together
+from phalanx.parallel.tp import cut
+from phalanx.plan.cluster import Cluster
 from phalanx.plan.coverage import check_rules, whole_by_default
+from phalanx.plan.memory import of_one_rank
+from phalanx.plan.pipeline.parts import part_params
+from phalanx.plan.planner import make_plan
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
@@ -217,3 +225,58 @@ def test_experts_by_batched_products_have_float64_and_say_what_grouped_ones_do(t
 
 def test_a_dense_model_has_no_experts_to_compute_otherwise(tmp_path: Path) -> None:
     assert not use_batched_products(model_of(tmp_path, "llama"))
+
+
+@pytest.mark.parametrize("name", ["qwen2", "mixtral"])
+def test_memory_of_a_rank_of_tp_is_what_its_rules_leave(tmp_path: Path, name: str) -> None:
+    """Against a module that is really cut, and in stages: what no rule covers is whole on every rank."""
+    kind = f"hf:{write_config(tmp_path, name, vocab_size=97)}"
+    shape = probe_foreign_shape(kind, {}, tmp_path / "cache")
+    rules = check_rules({}, shape, 2)
+    here = of_one_rank(shape, 2, rules)
+    with torch.device("meta"):
+        modules = [build(kind) for _ in range(2)]
+    for rank, module in enumerate(modules):
+        cut(module, TensorGroup("tp", rank, 2, Phases()), rules)
+    counted = [sum(p.numel() for p in module.parameters()) for module in modules]
+    assert here.num_params == max(counted) < shape.num_params
+    blocks = [sum(p.numel() for p in block.parameters()) for block in modules[0].model.layers]
+    assert (here.block_params, here.blocks_params) == (blocks[0], sum(blocks))
+    assert part_params(here).blocks == tuple(blocks)
+    after = sum(p.numel() for part in (modules[1].model.norm, modules[1].lm_head) for p in part.parameters())
+    assert part_params(here).after == after
+
+
+def test_documents_are_not_kept_apart_by_what_names_none_which_the_plan_says(tmp_path: Path) -> None:
+    job = load_job(None, [f"model.kind=hf:{write_config(tmp_path, 'mixtral')}", "data.seq_len=8"])
+    shape = probe_foreign_shape(str(job.model.kind), {}, tmp_path / "cache")
+    assert make_plan(job, shape=shape).num_params == shape.num_params
+    masked = job.model_copy(update={"data": job.data.model_copy(update={"document_masks": True})})
+    with pytest.raises(LayoutError, match="cannot keep documents apart: its forward names no document_ids"):
+        make_plan(masked, shape=shape)
+
+
+def test_a_plan_counts_the_state_that_tp_leaves_of_it(tmp_path: Path) -> None:
+    """Eight billion parameters are 120 GiB of state, of which a rank of eight has an eighth."""
+    widths = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+    path = write_config(
+        tmp_path, "llama", **widths, intermediate_size=14336, vocab_size=128256, max_position_embeddings=4096
+    )
+    job = Job.model_validate(
+        {
+            "model": {"kind": f"hf:{path}"},
+            "train": {"global_batch_size": 8},
+            "parallel": {"ranks": 8, "tp": 8},
+            "cluster": {"memory_gib": 20},
+        }
+    )
+    plan = make_plan(job, cluster=Cluster("cpu", 8, 160 * 2**30))
+    state = sum(plan.chosen.predicted_bytes[kind] for kind in ("parameters", "gradients", "optimizer"))
+    assert abs(state / (plan.num_params * 16 / 8) - 1) < 0.001
+    assert any("as sharding rules cut them" in reason for reason in plan.reasons)
+    staged = make_plan(
+        job.model_copy(update={"parallel": job.parallel.model_copy(update={"tp": 4, "pp": 2})}),
+        cluster=Cluster("cpu", 8, 160 * 2**30),
+    )
+    assert staged.pipeline is not None
+    assert max(staged.pipeline.rank_bytes) < 1.2 * plan.num_params * 16 / 8

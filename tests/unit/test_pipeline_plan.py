@@ -193,6 +193,19 @@ def test_bubble_of_70b_on_tp8_x_pp8() -> None:
             {"pp": 4, "layers": 4, "schedule": "zb-v"},
             "4 blocks cannot be cut into the 8 stages of parallel.pp 4 x 2 stages per rank; nearest: parallel.pp=2",
         ),
+        (
+            {"pp": 2, "layers": 4, "schedule": "interleaved", "stages_per_rank": 4},
+            "4 blocks cannot be cut into the 8 stages of parallel.pp 2 x 4 stages per rank; nearest: "
+            "parallel.stages_per_rank=2",
+        ),
+        (
+            {"pp": 3, "ranks": 6, "batch": 36, "layers": 4, "schedule": "interleaved"},
+            "the 6 stages of parallel.pp 3 x 2 stages per rank; nearest: parallel.pp=2, or parallel.schedule=1f1b",
+        ),
+        (
+            {"pp": 3, "layers": 4, "batch": 36, "schedule": "interleaved"},
+            "the 6 stages of parallel.pp 3 x 2 stages per rank; nearest: parallel.schedule=1f1b",
+        ),
         ({"pp": 4, "layers": 2}, "2 blocks cannot be cut into the 4 stages of parallel.pp 4; nearest: parallel.pp=2"),
         (
             {"schedule": "1f1b", "stages_per_rank": 2},
@@ -223,6 +236,18 @@ def test_bubble_of_70b_on_tp8_x_pp8() -> None:
 )
 def test_what_cannot_be_is_refused_with_the_nearest(asked: dict[str, Any], line: str) -> None:
     assert line in refusal(**asked)
+
+
+@pytest.mark.parametrize(
+    "mended",
+    [
+        {"pp": 2, "layers": 4, "schedule": "interleaved", "stages_per_rank": 2},
+        {"pp": 2, "ranks": 6, "batch": 36, "layers": 4, "schedule": "interleaved"},
+        {"pp": 3, "batch": 36, "layers": 4, "schedule": "1f1b"},
+    ],
+)
+def test_what_is_named_as_nearest_can_be_planned(mended: dict[str, Any]) -> None:
+    assert plan(**mended).pipeline is not None
 
 
 def test_a_batch_with_no_legal_split_names_one_that_has() -> None:
@@ -318,6 +343,50 @@ def test_a_long_bubble_is_a_warning_with_what_helps() -> None:
     (text,) = (warning.text for warning in alone.warnings if warning.code == "pipeline_bubble")
     assert "train.global_batch_size=16 with train.micro_batch_size=1 (16 microbatches: 18%)" in text
     assert not any(w.code == "pipeline_bubble" for w in plan(layers=12, micro=1, batch=16).warnings)
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "dualpipe-v", "interleaved-zero-bubble"])
+def test_compiled_blocks_leave_nothing_to_put_off(schedule: str) -> None:
+    """What is waited for is the whole backward: as long as F and B of stages that do not split it."""
+    split, whole = (plan(layers=16, micro=2, schedule=schedule, recompute={"compile": on}) for on in (False, True))
+    for before, after in zip(pipeline_of(split).costs, pipeline_of(whole).costs, strict=True):
+        assert after.backward_weight_s == 0
+        assert after.backward_input_s == before.backward_input_s + before.backward_weight_s
+        assert after.forward_s == before.forward_s
+    bubbles = [float(timeline.bubble) for found in (split, whole) if (timeline := pipeline_of(found).timeline())]
+    assert bubbles[0] < bubbles[1]
+    assert not any(warning.code == "pipeline_compiled" for warning in split.warnings)
+    (text,) = (warning.text for warning in whole.warnings if warning.code == "pipeline_compiled")
+    assert f"schedule {schedule} puts off gradients of weights (W), and train.compile leaves nothing" in text
+    assert f"ranks wait {bubbles[1]:.0%} of each step" in text
+    assert "compile" not in " ".join(
+        w.text for w in plan(layers=16, schedule="1f1b", recompute={"compile": True}).warnings
+    )
+    kept = [max(memory["activations"] for memory in pipeline_of(found).rank_memory) for found in (split, whole)]
+    assert kept[1] <= kept[0]
+
+
+def test_a_better_schedule_than_one_that_has_nothing_to_put_off_is_named() -> None:
+    found = plan(layers=32, micro=4, schedule="zb-v", recompute={"compile": True})
+    (text,) = (warning.text for warning in found.warnings if warning.code == "pipeline_compiled")
+    better = plan(layers=32, micro=4, schedule="interleaved", recompute={"compile": True})
+    timeline, now = pipeline_of(better).timeline(), pipeline_of(found).timeline()
+    assert timeline is not None
+    assert now is not None
+    assert timeline.bubble < 0.9 * now.bubble
+    assert f"; set parallel.schedule=interleaved ({float(timeline.bubble):.0%})" in text
+    same = plan(layers=32, micro=4, schedule="interleaved-zero-bubble", recompute={"compile": True})
+    (text,) = (warning.text for warning in same.warnings if warning.code == "pipeline_compiled")
+    assert text.endswith("and neither 1f1b nor interleaved has them wait less")
+
+
+def test_a_file_of_few_microbatches_is_told_to_have_more(tmp_path: Path) -> None:
+    """Fewer ranks are not what helps: nothing but the file says how many microbatches there are."""
+    file = tmp_path / "two.csv"
+    write_schedule(generate("1f1b", 2, 2), file)
+    (text,) = (w.text for w in plan(2, layers=12, schedule_file=str(file)).warnings if w.code == "pipeline_bubble")
+    assert f"write more microbatches into {file} (1f1b with 8 would wait 12%)" in text
+    assert "fewer pipeline ranks" not in text
 
 
 def test_uneven_stages_are_named() -> None:

@@ -64,6 +64,11 @@ def one(text: str) -> Rule:
         ({"layers.*.mha": "column"}, 2, ("nn.MultiheadAttention", "it stays whole on every rank")),
         ({"layers.*.conv": "row"}, 2, ("layers.0.conv is a Conv2d", "row cuts linear layers", "stays whole")),
         ({"layers.*.norm": "vocab"}, 2, ("is a LayerNorm", "vocab cuts embeddings and linear layers")),
+        (
+            {"layers.*.mixer.in_proj": "column"},
+            2,
+            ('"layers.*.mixer.in_proj" = "column"', "no row takes them", '"row"'),
+        ),
         ({"layers.*.attn": "region"}, 2, ("mine:build has no sharding rules", "--suggest-rules")),
         ({}, 2, ("mine:build has no sharding rules", "parallel.tp=1")),
     ],
@@ -75,6 +80,19 @@ def test_what_cannot_be_is_refused_in_one_line(rules: dict[str, str], tp: int, w
     assert "\n" not in line
     assert all(word in line for word in words), line
     assert caught.value.exit_code is ExitCode.JOB
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"layers.*.mixer.in_proj": "column gather"},
+        {"layers.*.mixer.in_proj": "column", "layers.*.attn.out": "row"},  # the row may be anywhere
+        {"layers.*.mixer.in_proj": "column", "layers.*.attn": "region summed"},  # what is made of parts is added up
+        {"embed": "vocab"},
+    ],
+)
+def test_columns_whose_features_may_be_taken_are_left_to_the_ranks(rules: dict[str, str]) -> None:
+    assert len(check_rules(rules, SHAPE, 2)) == len(rules)
 
 
 def test_what_no_rule_covers_is_named_with_its_size() -> None:
@@ -91,8 +109,8 @@ def test_rules_of_the_module_stand_behind_those_of_the_job() -> None:
     brought = replace(MEASURED, shard_rules=tuple(FUSED.items()))
     shape = measured_shape("mine:build", 1, brought)
     assert rule_of(check_rules({}, shape, 2), "layers.0.attn.out") == parse_rules(FUSED)[1]
-    own = {"layers.0.attn.out": "replicate"}
-    found = rule_of(check_rules(own, shape, 2), "layers.0.attn.out")
+    own = {"layers.0.attn.qkv": "replicate"}
+    found = rule_of(check_rules(own, shape, 2), "layers.0.attn.qkv")
     assert found is not None
     assert found.kind == "replicate"
     assert ModelShape.from_json(shape.to_json()) == shape

@@ -145,6 +145,12 @@ FIRES = {
             ["4 microbatches on 4 ranks", "train.global_batch_size=16 with train.micro_batch_size=1", "=interleaved ("],
         ),
     ],
+    "pipeline_compiled": [
+        (
+            {"overrides": (*PIPELINE, "train.compile=true", "parallel.schedule=interleaved-zero-bubble")},
+            ["schedule interleaved-zero-bubble puts off gradients", "train.compile leaves nothing", "of each step"],
+        ),
+    ],
 }
 FIRES_FLAT = [
     pytest.param(code, case, words, id=f"{code}-{i}")
@@ -185,6 +191,8 @@ SILENT = [
     ("fp32_on_gpu", {"overrides": OWN, "num_params": 50_000_000}),
     ("fp32_on_gpu", {"overrides": OWN, "cluster": GPU}),
     ("pipeline_bubble", {"overrides": PIPELINE}),
+    ("pipeline_compiled", {"overrides": (*PIPELINE, "train.compile=true")}),
+    ("pipeline_compiled", {"overrides": (*PIPELINE, "parallel.schedule=interleaved-zero-bubble")}),
     ("pipeline_bubble", {"overrides": (*PIPELINE, "train.micro_batch_size=1")}),
     ("pipeline_bubble", {"overrides": ("parallel.ranks=4", "train.micro_batch_size=4")}),
 ]

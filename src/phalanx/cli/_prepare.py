@@ -70,7 +70,6 @@ def prepared_run(job: Job, run_dir: Path, *, resume: bool, num_ranks: int | None
     shape = foreign_shape(job)
     check_needs(job, cluster.device)
     refuse_other_data(job, shape)
-    _refuse_masks(job, shape)
     if not resume:
         find_initial(job.model, told_shape(job))  # weights that are not there or do not fit: before data is prepared
     make_plan(job, cluster=cluster, num_ranks=num_ranks, shape=shape)  # refuse a bad layout before writing anything
@@ -95,19 +94,6 @@ def prepared_run(job: Job, run_dir: Path, *, resume: bool, num_ranks: int | None
                     _forget(run_dir, keep)
 
             yield Prepared(job, plan, corpus, run_dir, lock, tuple(unverified), tuple(init_lines), forget)
-
-
-def _refuse_masks(job: Job, shape: ModelShape | None) -> None:
-    """What every rank would refuse: data.document_masks for a module that cannot honour them."""
-    taken = shape.measured.takes_document_ids if shape is not None and shape.measured else "by name"
-    if job.data.document_masks and taken != "by name":
-        raise LayoutError(
-            f"model {job.model.kind!r} cannot keep documents apart: its forward names no document_ids",
-            why="it takes any keyword, which does not say that it masks attention by this one"
-            if taken != "no"
-            else None,
-            fix="add the argument and mask attention with it, or leave data.document_masks out",
-        )
 
 
 def _refuse_images(corpus: Corpus, shape: ModelShape) -> None:

@@ -50,16 +50,32 @@ def misfit(ep: int, shape: ModelShape, num_ranks: int | None = None) -> tuple[st
     "parallel.pp",
     "parallel.cp",
     "parallel.tp",
-    *MODEL,
     asked_by=("parallel.ep",),
 )
 def experts_have_their_ranks(job: Job) -> list[Finding]:
+    """Of the model only the fix is told: what is wrong is wrong with any."""
     ep, found = job.parallel.ep or 1, ranks_for_experts(job)
     if ep == 1 or found is None or found[0] % ep == 0 or experts_can_be_spread.run(job):
         return []
-    (size, called), shape = found, shape_or_none(job)
+    return [finding("parallel.ep", *not_divided(job, shape_or_none(job), *found))]
+
+
+def not_divided(job: Job, shape: ModelShape | None, size: int, called: str) -> tuple[str, str]:
+    """What is wrong with an ep that does not divide the `size` ranks, `called` so, and what to do."""
+    ep = job.parallel.ep or 1
     legal = divisors(math.gcd(size, shape.num_experts) if shape is not None and shape.num_experts else size)
-    return [finding("parallel.ep", f"ep {ep} does not divide {called}", f"nearest: {nearest(ep, legal)}")]
+    return f"ep {ep} does not divide {called}", f"nearest: {nearest(ep, legal)}, or {_with_more_ranks(job, size)}"
+
+
+def _with_more_ranks(job: Job, size: int) -> str:
+    """The least that ep divides, above what there is."""
+    of, cp = job.parallel, job.parallel.cp or 1
+    step = (of.ep or 1) // math.gcd(of.ep or 1, cp)
+    more = size // cp // step * step + step
+    ranks = more * (of.dp_replicate or 1) * of.model_parallel_size
+    if of.dp_shard is None:
+        return f"parallel.ranks={ranks}"
+    return f"parallel.dp_shard={more}" + (f" with parallel.ranks={ranks}" if (of.ranks or 0) % ranks else "")
 
 
 @check("parallel.ep", "parallel.zero_stage", "parallel.compress", "train.compile", asked_by=("parallel.ep",))
@@ -90,7 +106,8 @@ def ranks_for_experts(job: Job, num_ranks: int | None = None) -> tuple[int, str]
         return None
     shares = ranks // of.model_parallel_size
     if of.dp_replicate is None:
-        return shares * cp, f"the {shares * cp} ranks that hold the same part of the model"
+        holders = f"the {shares * cp} ranks that hold" if shares * cp > 1 else "the 1 rank that holds"
+        return shares * cp, f"{holders} the same part of the model"
     if shares % of.dp_replicate:
         return None
     left = shares // of.dp_replicate

@@ -1,7 +1,7 @@
 """The shape of a user's own model, measured in another process so that planning itself never imports torch.
 
 The other process builds the module on the meta device and prints one line of JSON. The answer is kept under a digest
-of the factory's source and arguments.
+of the factory's source and arguments, and of the code that made it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from phalanx.job.shape import Holder, Measured, ModelShape, measured_shape
 PROBE = "phalanx.nn.probe"
 TIMEOUT_S = 300.0
 SHAPE_CACHE = Path(os.path.expanduser("~/.cache/phalanx/shapes"))  # keyed by the sources of the user's module
-ANSWER = 7  # what the probe tells has changed; answers that are kept from before are not asked
+OWN_ROOMS = ("nn", "mesh")  # whose code makes the probe's answer: one of another phalanx is not taken
 
 FACTS: Any = ("vocab_size", "max_positions", "image_size", "patch_size", "num_channels", "num_classes")
 
@@ -125,6 +125,7 @@ def _shape(kind: str, printed: str) -> ModelShape:
         brought,
         blocks,
         last_stage,
+        bool(answer.get("has_attention_seam", True)),
     )
     return replace(measured_shape(kind, len(blocks), measured), **facts)
 
@@ -147,8 +148,9 @@ def _cache_file(kind: str, args: Mapping[str, Any], cache_dir: Path | None) -> P
     sources = _sources_of_config(kind) if is_hugging_face(kind) else _sources(kind.partition(":")[0].split("."))
     if cache_dir is None or not sources:
         return None
-    states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in sources]
-    return cache_dir / f"shape-{digest([ANSWER, kind, dict(args), states, sys.version])}.json"
+    ours = [file for room in OWN_ROOMS for file in sorted((Path(__file__).parents[1] / room).glob("*.py"))]
+    states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in [*sources, *ours]]
+    return cache_dir / f"shape-{digest([kind, dict(args), states, sys.version])}.json"
 
 
 def _read_cached(file: Path) -> ModelShape | None:

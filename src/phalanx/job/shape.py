@@ -56,6 +56,8 @@ class Measured:
     """(name, parameters) of each block, in order."""
     last_stage: tuple[str, ...] = ()
     """What it says that a pipeline's last stage holds, too: names of its parts."""
+    has_attention_seam: bool = True
+    """Whether its attention can be swapped for one that asks other ranks."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {

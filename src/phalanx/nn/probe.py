@@ -19,6 +19,7 @@ from phalanx.core.errors import PhalanxError
 from phalanx.mesh.blocks import find_blocks, wanted_by_last_stage
 from phalanx.mesh.linear import brought_rules, holders
 from phalanx.mesh.logical import full_name
+from phalanx.mesh.seams import has_attention_seam
 from phalanx.nn.hf import FACTS, factory_of
 
 _OUR_FOLDER = str(Path(phalanx.__file__).parent) + os.sep
@@ -53,6 +54,7 @@ def describe(kind: str, args: dict[str, object]) -> dict[str, object]:
         "shard_rules": brought_rules(module),
         "blocks": [full_name(name) for name, part in module.named_modules() if id(part) in blocks],
         "last_stage": list(wanted_by_last_stage(module)),
+        "has_attention_seam": has_attention_seam(module),
         "facts": getattr(module, FACTS, {}),
     }
 

@@ -22,10 +22,12 @@ from torch import nn
 
 from phalanx.core.errors import LayoutError
 from phalanx.mesh.logical import full_name
+from phalanx.mesh.seams import attention_cores, has_attention_seam
 from phalanx.parallel.cp_attention import ATTEND
 from phalanx.parallel.cp_chunks import Chunks
 from phalanx.parallel.cp_group import ContextGroup
 from phalanx.parallel.protocol import Order, Workpiece
+from phalanx.plan.context import no_attention_seam
 from phalanx.plan.plan import Plan
 
 PER_TOKEN = ("inputs", "targets", "positions")
@@ -41,7 +43,7 @@ class ContextParallel:
     def apply(self, piece: Workpiece) -> None:
         """Puts another core into each attention, and another maker of masks into the model."""
         module, plan = piece.root.module, piece.plan
-        cores = _cores(module)
+        cores = attention_cores(module)
         _require_seams(module, cores, is_stage=piece.staged is not None)
         chunks = Chunks(plan.layout.cp, plan.cp_load_balance)
         group = ContextGroup(piece.mesh.submesh("cp").get_group(), chunks, piece.phases)
@@ -56,18 +58,10 @@ class ContextParallel:
         piece.context = Context(group, sequences)
 
 
-def _cores(module: nn.Module) -> list[tuple[nn.Module, Any]]:
-    return [(part, part.core) for part in module.modules() if getattr(part, "core", None) is not None]
-
-
 def _require_seams(module: nn.Module, cores: list[tuple[nn.Module, Any]], *, is_stage: bool) -> None:
     name = type(module).__name__
-    is_per_token = getattr(module, "is_per_token_outside_regions", False)
-    if not is_per_token or not callable(getattr(module, "attention_mask", None)) or not (cores or is_stage):
-        raise LayoutError(
-            f"parallel.cp needs a model whose attention can be swapped, and {name} has no such seam",
-            fix="leave parallel.cp out, or see docs/context-parallel.md for the seam",
-        )
+    if not has_attention_seam(module, is_stage=is_stage):
+        raise no_attention_seam(name)
     for parent, core in cores:
         if not getattr(core, "causal", False) or not hasattr(core, "window"):
             raise LayoutError(f"parallel.cp needs causal attention, and that of {name} is not: {type(parent).__name__}")

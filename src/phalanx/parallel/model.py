@@ -103,6 +103,7 @@ class ParallelModel:
         """Bytes autograd kept in the first microbatch; None before it, and where they are out of sight (is_counted)."""
         self._count_saved = is_counted(piece.plan)
         self._held: dict[str, tuple[Held, ...]] | None = None
+        self._has_run = False  # a forward
         self._sent_tp_bytes = 0.0  # of the step under way
         self.step = 0
         """The last one that was begun."""
@@ -406,10 +407,13 @@ class ParallelModel:
         except Exception as error:
             if not isinstance(error, PhalanxError):
                 require_looked_up(given, error)
+                if not self._has_run and (refusal := self._piece.explain(error)) is not None:
+                    raise refusal from error
                 error.add_note(f"the batch: {describe_batch(batch)}")
                 if self._piece.cuts:
                     error.add_note("tp has cut parameters by rules: a view that counts heads or features needs divide=")
             raise
+        self._has_run = True
         if (staged is not None and not staged.door.is_last_stage) or isinstance(objective, _Then):
             return found
         require_sums(found)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
+from phalanx.core.errors import PhalanxError
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import Cut, LogicalShard, Place, module_shards
 from phalanx.mesh.mesh import Mesh
@@ -82,6 +83,7 @@ class Workpiece:
     cuts: Mapping[str, Cut] = field(default_factory=dict)  # what tensor parallelism has cut, by full name
     before_finish: Callable[[Named], None] = lambda named: None  # when all gradients of a step are there
     tensor_group: TensorGroup | None = None
+    explain: Callable[[Exception], PhalanxError | None] = lambda error: None  # an error of the first forward
     trained: Trained = field(default_factory=Trained)
     unused: set[str] = field(default_factory=set)  # parameters without part in a loss, where that is allowed
     block_numbers: tuple[int, ...] = ()  # of `blocks` among those of the whole model

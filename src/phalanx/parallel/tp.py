@@ -21,6 +21,7 @@ from phalanx.mesh.tensor_group import TensorGroup, Vocabulary
 from phalanx.parallel import tp_modules
 from phalanx.parallel.protocol import Order, Workpiece
 from phalanx.parallel.tp_dropout import WholeMasks, parts_dropped
+from phalanx.parallel.tp_misfit import OpenColumn, misfit
 from phalanx.parallel.tp_overlap import overlap_columns
 from phalanx.parallel.tp_sync import PartialGradients
 from phalanx.plan.coverage import no_rules, require_cuttable, require_matches
@@ -53,6 +54,7 @@ class TensorParallel:
         partial = surgery.partial_parameters()
         piece.before_finish = PartialGradients(group, partial, surgery.cuts).sum_over_ranks
         piece.tensor_group = group
+        piece.explain = functools.partial(misfit, columns=surgery.open_columns())
 
 
 def rules_for(module: nn.Module, own: Mapping[str, str], names: Iterable[str]) -> tuple[Rule, ...]:
@@ -151,6 +153,17 @@ class _Surgery:
             cut = {kind: [n for n, r in self._rules.items() if r.kind == kind and not r.gather] for kind in CUTS}
             masks = WholeMasks(self.module, self._modules, cut["column"], cut["row"], cuts_sequence=cuts_sequence)
             piece.draws.require_whole = masks.require
+
+    def open_columns(self) -> list[OpenColumn]:
+        """Columns whose features are not put together again by themselves."""
+        rows = {name.rpartition(".")[0] for name, rule in self._rules.items() if rule.kind == "row"}
+        found = []
+        for name, rule in self._rules.items():
+            if rule.kind == "column" and not rule.gather:
+                part, has_row = self._modules[name], name.rpartition(".")[0] in rows
+                whole = self.cuts[f"{name}.weight"].global_shape[output_dim(part)]
+                found.append(OpenColumn(name, rule, whole, tp_modules.num_outputs(part), has_row))
+        return found
 
     def partial_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Whole parameters of which each rank sees a part of the tokens or of the features: by their full names."""

@@ -32,6 +32,8 @@ def context_parallel_degree(job: Job, shape: ModelShape, tp: int) -> int:
             "Hugging Face have no such seam",
             fix="leave parallel.cp out, or see docs/context-parallel.md for the seam",
         )
+    if shape.measured is not None and not shape.measured.has_attention_seam:
+        raise no_attention_seam(shape.kind)
     if job.model.objective is not None:
         raise LayoutError(
             f"parallel.cp {cp} gives an objective a part of each sequence, and nobody knows if yours can do with it",
@@ -57,6 +59,13 @@ def context_parallel_degree(job: Job, shape: ModelShape, tp: int) -> int:
     if job.parallel.cp_attention == "ulysses" and shape.is_known:
         _require_heads(cp, shape, tp)
     return cp
+
+
+def no_attention_seam(what: str) -> LayoutError:
+    return LayoutError(
+        f"parallel.cp needs a model whose attention can be swapped, and {what} has no such seam",
+        fix="leave parallel.cp out, or see docs/context-parallel.md for the seam",
+    )
 
 
 def _require_heads(cp: int, shape: ModelShape, tp: int) -> None:
@@ -110,7 +119,7 @@ def context_reasons(job: Job, shape: ModelShape, work: Workload) -> list[str]:
         f"{how[load_balance(job)]}; {work.cp_attention} attention"
     ]
     if shape.is_known:
-        sent = format_bytes(sent_bytes_of_step(of_one_rank(shape, work.tp), work))
+        sent = format_bytes(sent_bytes_of_step(of_one_rank(shape, work.tp, work.rules), work))
         lines[0] += f" sends {sent} per rank and step"
     if job.parallel.cp_attention == "ulysses" and job.parallel.cp_load_balance != load_balance(job):
         lines.append("cp_load_balance is left to ulysses, which has equal work with one run of tokens each")

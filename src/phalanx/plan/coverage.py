@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
 
 from phalanx.core.errors import LayoutError, did_you_mean
 from phalanx.core.units import format_count
-from phalanx.job.shape import Holder, ModelShape
+from phalanx.job.shape import Holder, Measured, ModelShape
 from phalanx.job.tensors import holders_of, module_names
 from phalanx.plan.rules import CUTS, Rule, matches, parse_rules, rule_of, rules_of
 
@@ -37,7 +39,25 @@ def check_rules(own: Mapping[str, str], shape: ModelShape, tp: int) -> tuple[Rul
         rule = rule_of(rules, holder.name)
         if rule is not None and rule.kind in CUTS:
             _check(rule, holder, tp)
+    _require_rows(rules, shape.measured.holders)
     return rules
+
+
+def _require_rows(rules: Sequence[Rule], holders: Sequence[Holder]) -> None:
+    """Raises LayoutError for columns where nothing takes parts of features: no row anywhere, and no sum."""
+    cut = [rule for holder in holders if (rule := rule_of(rules, holder.name)) is not None]
+    column = next((rule for rule in cut if rule.kind == "column" and not rule.gather), None)
+    takes_parts = any(rule.kind == "row" for rule in cut) or any(rule.summed for rule in rules)
+    if column is not None and not takes_parts:
+        raise no_row(column, "no row takes them")
+
+
+def no_row(column: Rule, what: str) -> LayoutError:
+    return LayoutError(
+        f"a rank has a part of the features that it puts out, and {what}",
+        where=f'sharding rule "{column.pattern}" = "{column.text}"',
+        fix='give the layer that takes them "row", or put them together with "column gather"',
+    )
 
 
 def _check_built_in(own: tuple[Rule, ...], shape: ModelShape, tp: int) -> tuple[Rule, ...]:
@@ -98,6 +118,39 @@ def _check(rule: Rule, holder: Holder, tp: int) -> None:
     require_cuttable(rule, holder.name, holder.kind)
     size = holder.num_inputs if rule.kind == "row" else holder.num_outputs
     rule.spans(size, tp, 0, name=holder.name)
+
+
+@lru_cache(maxsize=4)
+def measured_of_one_rank(measured: Measured, rules: tuple[Rule, ...], tp: int) -> Measured:
+    """What `rules` leave of a user's own module on one rank. Widths that do not divide: of the rank that has most."""
+    holders = tuple(_of_one_rank(holder, rule_of(rules, holder.name), tp) for holder in measured.holders)
+    saved: dict[str, int] = defaultdict(int)  # by module, of all that is inside
+    for whole, own in zip(measured.holders, holders, strict=True):
+        parts = whole.name.split(".")
+        for count in range(len(parts) + 1):
+            saved[".".join(parts[:count])] += whole.num_params - own.num_params
+    blocks = tuple((block, size - saved[block]) for block, size in measured.blocks)
+    num_params, sizes = measured.num_params - saved[""], [size for _, size in blocks]
+    return replace(
+        measured,
+        num_params=num_params,
+        block_params=max(sizes, default=num_params),
+        blocks_params=sum(sizes),
+        holders=holders,
+        blocks=blocks,
+    )
+
+
+def _of_one_rank(holder: Holder, rule: Rule | None, tp: int) -> Holder:
+    """A column, or a vocabulary, has a part of its bias, too; a row all of it. A tied weight counts elsewhere."""
+    if rule is None or rule.kind not in CUTS or not holder.num_outputs:
+        return holder
+    whole = holder.num_inputs if rule.kind == "row" else holder.num_outputs
+    own = max(sum(span.size for span in rule.spans(whole, tp, rank, name=holder.name)) for rank in range(tp))
+    if rule.kind != "row":
+        return replace(holder, num_params=holder.num_params // whole * own, num_outputs=own)
+    bias = holder.num_params % (holder.num_outputs * holder.num_inputs)
+    return replace(holder, num_params=(holder.num_params - bias) // whole * own + bias, num_inputs=own)
 
 
 def whole_by_default(rules: Sequence[Rule], shape: ModelShape) -> str:

@@ -9,8 +9,8 @@ from dataclasses import replace
 from phalanx.core.errors import LayoutError
 from phalanx.core.units import format_bytes
 from phalanx.job import counts
-from phalanx.job.expert_checks import WHY, experts_can_do_it, misfit, ranks_for_experts
-from phalanx.job.nearby import divisors, nearest
+from phalanx.job.expert_checks import WHY, experts_can_do_it, misfit, not_divided, ranks_for_experts
+from phalanx.job.nearby import divisors
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.plan.memory import Workload, of_one_rank
@@ -34,8 +34,8 @@ def expert_parallel_degree(job: Job, shape: ModelShape, num_ranks: int) -> int:
     for found in experts_can_do_it.run(job):
         raise LayoutError(f"{'.'.join(map(str, found.path))}: {found.what}", fix=found.fix)
     if size % ep:
-        legal = divisors(math.gcd(size, shape.num_experts))
-        raise LayoutError(f"parallel.ep {ep} does not divide {called}", fix=f"nearest: {nearest(ep, legal)}")
+        what, fix = not_divided(job, shape, size, called)
+        raise LayoutError(f"parallel.{what}", fix=fix)
     return ep
 
 
@@ -54,7 +54,7 @@ def expert_reasons(job: Job, weighing: Weighing, chosen: Candidate) -> list[str]
         return []
     if work.ep == 1:
         return [line for line in (_if_spread(job, weighing, chosen),) if line]
-    here = of_one_rank(shape, work.tp)
+    here = of_one_rank(shape, work.tp, work.rules)
     rest = chosen.layout.reduced.dp_shard // work.ep
     lies = "whole" if chosen.zero_stage == 0 else f"split over {rest} ranks" if rest > 1 else "not split further"
     sent = format_bytes(sent_bytes_of_step(here, work))
@@ -75,9 +75,9 @@ def _if_spread(job: Job, weighing: Weighing, chosen: Candidate) -> str:
     saved = chosen.total_bytes - sum(replace(weighing, work=work).memory(chosen.zero_stage, shards).values())
     if saved < WORTH_SHARE * chosen.total_bytes:
         return ""
-    whole = counts.experts_params(of_one_rank(weighing.shape, work.tp))
+    whole = counts.experts_params(of_one_rank(weighing.shape, work.tp, work.rules))
     what = "holds" if chosen.zero_stage < 2 else "gathers"
-    sent = format_bytes(sent_bytes_of_step(of_one_rank(weighing.shape, work.tp), work))
+    sent = format_bytes(sent_bytes_of_step(of_one_rank(weighing.shape, work.tp, work.rules), work))
     return (
         f"experts: each rank {what} all {weighing.shape.num_experts} of a block, {format_bytes(whole * 4)} in fp32; "
         f"parallel.ep={degree} would save {format_bytes(saved)} per rank and send {sent} per rank and step"

@@ -15,8 +15,10 @@ from phalanx.core.registry import told
 from phalanx.job import counts
 from phalanx.job.shape import ModelShape
 from phalanx.plan import activations
+from phalanx.plan.coverage import measured_of_one_rank
 from phalanx.plan.data_parallel import ALL_BLOCKS, DataParallel, split_dim
 from phalanx.plan.fp8 import fp8_bytes, fp8_params
+from phalanx.plan.rules import Rule
 from phalanx.plan.segments import Segment, segments_of
 
 CATEGORIES = (
@@ -79,6 +81,7 @@ class Workload:
     optimizer_bytes: int = 8  # per parameter
     copies_state: bool = False  # saves are written from a copy while training goes on
     tp: int = 1
+    rules: tuple[Rule, ...] = ()  # by which tp cuts a user's own module
     cuts_sequence: bool = False  # with tp: what lies between the cut matrices is cut along the sequence
     compress: str = "none"  # how gradients travel (parallel.compress)
     segments: tuple[Segment, ...] | None = None  # blocks that are recomputed; None: as `recompute` says of each
@@ -86,6 +89,7 @@ class Workload:
     options: DataParallel = field(default_factory=DataParallel)
     cp: int = 1  # ranks that each have a part of every sequence
     cp_attention: str = "ring"
+    is_compiled: bool = False
     ep: int = 1  # ranks that each have a part of every block's experts
 
     @property
@@ -283,13 +287,15 @@ def staging_bytes(shape: ModelShape, work: Workload, num_ranks: int) -> int:
     return round(split + shape.num_params * work.error_bytes)
 
 
-def of_one_rank(shape: ModelShape, tp: int) -> ModelShape:
+def of_one_rank(shape: ModelShape, tp: int, rules: tuple[Rule, ...] = ()) -> ModelShape:
     """What tensor parallelism leaves of a model on one rank, as a shape: fewer heads, features and rows, as wide.
 
-    Of a user's own module, whose rules are not read here, all of it.
+    Of a user's own module what `rules` cut; without any, all of it.
     """
-    if tp == 1 or not shape.is_known:
+    if tp == 1:
         return shape
+    if shape.measured is not None:
+        return replace(shape, measured=measured_of_one_rank(shape.measured, rules, tp))
     return replace(
         shape,
         num_heads=shape.num_heads // tp,
@@ -307,7 +313,7 @@ def rank_memory(
 
     Of a user's own module only the states are known: activations, loss and communication count zero.
     """
-    shape = of_one_rank(shape, work.tp)
+    shape = of_one_rank(shape, work.tp, work.rules)
     # Where shards are cut over dp_size ranks, experts are cut as often: over ep, and over dp_size / ep.
     held = held_params(shape, work.ep) if zero_stage <= 1 else shape.num_params
     uneven = counts.spread_params(shape) * uneven_share(shape, zero_stage, dp_size, work.ep)

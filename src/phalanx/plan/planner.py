@@ -50,6 +50,7 @@ def make_plan(
         shape = foreign_shape(job) or shape_of(job, vocab_size or BYTE_VOCAB_SIZE)
     _require_vocabulary(shape, vocab_size)
     _require_positions(shape, job.data.seq_len)
+    _require_masks(job, shape)
     ranks, why = choose_ranks(job, cluster, num_ranks)
     require_whole_copies(job, ranks)
     tp = tensor_parallel_degree(job, shape)
@@ -86,6 +87,19 @@ def _require_positions(shape: ModelShape, seq_len: int) -> None:
         raise LayoutError(
             f"sequences of {seq_len} tokens, and the model has {shape.max_positions} positions",
             fix=f"data.seq_len at most {shape.max_positions}",
+        )
+
+
+def _require_masks(job: Job, shape: ModelShape) -> None:
+    """What every rank would refuse: data.document_masks for a module that cannot honour them."""
+    taken = shape.measured.takes_document_ids if shape.measured is not None else "by name"
+    if job.data.document_masks and taken != "by name":
+        raise LayoutError(
+            f"model {job.model.kind!r} cannot keep documents apart: its forward names no document_ids",
+            why="it takes any keyword, which does not say that it masks attention by this one"
+            if taken != "no"
+            else None,
+            fix="add the argument and mask attention with it, or leave data.document_masks out",
         )
 
 

@@ -20,7 +20,7 @@ def with_recompute(job: Job, shape: ModelShape, work: Workload, reasons: list[st
 
     Raises LayoutError for a budget that nothing keeps to, or of a module whose activations nobody can predict.
     """
-    shape = of_one_rank(shape, work.tp)
+    shape = of_one_rank(shape, work.tp, work.rules)
     if job.train.recompute == "budget":
 
         def activations(segments: tuple[Segment, ...]) -> float:

@@ -29,11 +29,15 @@ def remarks(job: Job, weighing: Weighing, chosen: Candidate) -> list[str]:
     if pipeline is not None:
         said += pipeline_reasons(job, shape, work, pipeline)
     if not shape.is_known:
-        said.append("activations of your own model are not predicted; memory counts weights, gradients and optimizer")
+        cut = ", as sharding rules cut them" if work.tp > 1 else ""
+        said.append(
+            f"memory of your own model counts weights, gradients and optimizer{cut}; activations, logits and what is "
+            "gathered are not predicted"
+        )
     said.append(_of_the_copy(weighing))
     said += lossy_reasons(job, shape, weighing.num_ranks)
     if work.offloads_activations and shape.is_known and weighing.device == "cuda":
-        size = format_bytes(activation_bytes(of_one_rank(shape, work.tp), work))
+        size = format_bytes(activation_bytes(of_one_rank(shape, work.tp, work.rules), work))
         said.append(f"activations wait for the backward in pinned host memory, {size} per rank")
     said.append(peak_rate(job).why or "")
     return [line for line in said if line]

@@ -13,10 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from phalanx.core.units import format_count, plural
 from phalanx.job.schema import Job
-from phalanx.plan.pipeline.measured import total_s
-from phalanx.plan.pipeline.parts import parts_of
-from phalanx.plan.pipeline.remedies import LIMIT as BUBBLE_LIMIT
-from phalanx.plan.pipeline.remedies import UNEVEN, busiest, enough_microbatches, interleaved_instead
+from phalanx.plan.pipeline.warned import long_bubble, nothing_to_put_off
 
 if TYPE_CHECKING:
     from phalanx.plan.plan import Plan
@@ -206,31 +203,11 @@ def _fp32_on_gpu(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
 
 
 def _pipeline_bubble(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
-    """A fifth is where ranks that wait become worth a change of the batch or of the schedule."""
-    timeline = plan.pipeline.timeline() if plan.pipeline is not None else None
-    if plan.pipeline is None or timeline is None or timeline.bubble <= BUBBLE_LIMIT:
-        return None
-    share = plan.num_microbatches * plan.micro_batch_size
-    fixes = []
-    if (enough := enough_microbatches(plan.pipeline, share)) is not None:
-        count, is_divided, bubble = enough
-        how = f"train.micro_batch_size={share // count}"
-        if not is_divided:
-            batch = count * plan.micro_batch_size * plan.layout.data_parallel_size
-            how = f"train.global_batch_size={batch} with train.micro_batch_size={plan.micro_batch_size}"
-        fixes.append(f"{how} ({count} microbatches: {bubble:.0%})")
-    interleaved = interleaved_instead(plan.pipeline, parts_of(job, plan.model_shape).layer_costs)
-    if interleaved is not None and interleaved < 0.9 * timeline.bubble:
-        fixes.append(f"parallel.schedule=interleaved ({interleaved:.0%})")
-    remedy = f"set {' or '.join(fixes)}" if fixes else "use fewer pipeline ranks (parallel.pp)"
-    rank, ratio = busiest([total_s(cost) for cost in plan.pipeline.costs], plan.pipeline.rank_of_stage)
-    if ratio > UNEVEN:
-        remedy += f"; rank {rank} has {ratio:.2f} times the mean work"
-        remedy += ": leave parallel.stage_blocks out" if job.parallel.stage_blocks else ""
-    return (
-        f"ranks wait {float(timeline.bubble):.0%} of each step for other stages, with {plan.num_microbatches} "
-        f"microbatch{'es' * (plan.num_microbatches > 1)} on {plan.pipeline.num_ranks} ranks; {remedy}"
-    )
+    return long_bubble(job, plan)
+
+
+def _pipeline_compiled(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
+    return nothing_to_put_off(job, plan)
 
 
 RULES: tuple[tuple[str, Rule], ...] = (
@@ -246,6 +223,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("saves_never_come", _saves_never_come),
     ("fp32_on_gpu", _fp32_on_gpu),
     ("pipeline_bubble", _pipeline_bubble),
+    ("pipeline_compiled", _pipeline_compiled),
 )
 
 

@@ -62,7 +62,7 @@ class Weighing:
 
     def staging_bytes(self) -> int:
         """Of the copy that a rank's saves are written from."""
-        here = of_one_rank(self.shape, self.work.tp)
+        here = of_one_rank(self.shape, self.work.tp, self.work.rules)
         if self.pipeline is not None:
             return max(rank_staging(here, self.work, self.pipeline, self.num_shares))
         return staging_bytes(here, self.work, self.num_shares)
@@ -75,7 +75,7 @@ class Weighing:
         return self._with_exchanges(memory)
 
     def _with_exchanges(self, memory: dict[str, int]) -> dict[str, int]:
-        here = of_one_rank(self.shape, self.work.tp)
+        here = of_one_rank(self.shape, self.work.tp, self.work.rules)
         under_way = round(context_bytes(here, self.work) + exchanged_bytes(here, self.work))
         return memory | {"communication": memory["communication"] + under_way} if under_way else memory
 
@@ -94,7 +94,7 @@ class Weighing:
 
     def activations(self, work: Workload) -> float:
         """Bytes of one rank, if it worked so: of a pipeline, of the one that has most."""
-        shape = of_one_rank(self.shape, work.tp)
+        shape = of_one_rank(self.shape, work.tp, work.rules)
         if self.pipeline is not None:
             return max(rank_activations(shape, work, self.pipeline))
         return activation_bytes(shape, work)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from phalanx.job.own_dataset import is_own_dataset
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
+from phalanx.plan.coverage import check_rules
 from phalanx.plan.data_parallel import DataParallel
 from phalanx.plan.memory import Workload
 
@@ -24,6 +25,7 @@ def work_of(
         optimizer_bytes=_optimizer_bytes(job),
         copies_state=_copies_state(job),
         tp=tp,
+        rules=() if shape.is_known else check_rules(job.parallel.rules, shape, tp),
         cuts_sequence=cuts_sequence(job, shape),
         compress=job.parallel.compress,
         offloads_activations=job.train.offload_activations,
@@ -31,6 +33,7 @@ def work_of(
         cp=cp,
         cp_attention=job.parallel.cp_attention,
         ep=ep,
+        is_compiled=job.train.compile,
     )
 
 

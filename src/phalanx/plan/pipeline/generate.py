@@ -68,11 +68,17 @@ def _named(name: str) -> _Named:
     return _SCHEDULES[name]
 
 
+def can_have(name: str, stages_per_rank: int) -> bool:
+    """Whether a named schedule has that many stages on each rank."""
+    named = _named(name)
+    return named.least_stages_per_rank <= stages_per_rank <= (named.most_stages_per_rank or stages_per_rank)
+
+
 def require_stages_per_rank(name: str, wish: int) -> None:
     """Raises LayoutError, naming the nearest number that the schedule can have."""
     named = _named(name)
     least, most = named.least_stages_per_rank, named.most_stages_per_rank
-    if least <= wish <= (most or wish):
+    if can_have(name, wish):
         return
     fix = f"nearest: {most if most and wish > most else least}"
     if wish == 1:

@@ -52,7 +52,7 @@ def pipeline_memory(
 
     `dp_size`: ranks that share one copy of a stage; `num_shares`: all that hold the same stages, and save them.
     """
-    shape = of_one_rank(shape, work.tp)
+    shape = of_one_rank(shape, work.tp, work.rules)
     params = part_params(shape, pipeline.first_stage, pipeline.last_stage)
     here = part_params(shape, pipeline.first_stage, pipeline.last_stage, work.ep)
     schedule = pipeline.schedule()
@@ -105,6 +105,8 @@ def stage_bytes(shape: ModelShape, work: Workload, pipeline: Pipeline, stage: in
     for_weights = sum(
         activations.weight_input_bytes(shape, c, experts=layer >= first_with_experts) for layer in range(begin, end)
     )
+    if work.is_compiled:
+        for_weights = 0  # the half of the input does both
     whole = tokens * sum(kept) + outside
     return StageBytes(whole, tokens * (worst_moment(kept, redone) - sum(kept)), tokens * for_weights)
 

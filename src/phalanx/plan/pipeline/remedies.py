@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from phalanx.core.errors import LayoutError
 from phalanx.job.nearby import divisors
 from phalanx.plan.pipeline.cut import LayerCosts
-from phalanx.plan.pipeline.generate import generate
+from phalanx.plan.pipeline.generate import default_stages_per_rank, generate
 from phalanx.plan.pipeline.measured import times
 from phalanx.plan.pipeline.order import Seconds
 from phalanx.plan.pipeline.planned import Pipeline, placement_of
@@ -58,13 +58,18 @@ def _counts(now: int, share: int) -> Iterator[tuple[int, bool]]:
 
 
 def interleaved_instead(pipeline: Pipeline, layers: LayerCosts) -> float | None:
-    """The bubble with two stages on each rank, `layers` cut anew; None where that cannot be, or a rank has more now."""
-    num_stages = 2 * pipeline.num_ranks
-    if pipeline.schedule_name not in ("gpipe", "1f1b") or len(layers.blocks) < num_stages:
+    """The bubble with two stages on each rank; None where that cannot be, or a rank has more now."""
+    return instead(pipeline, layers, "interleaved") if pipeline.schedule_name in ("gpipe", "1f1b") else None
+
+
+def instead(pipeline: Pipeline, layers: LayerCosts, name: str) -> float | None:
+    """The bubble of a named schedule in place of the pipeline's, `layers` cut anew; None where that cannot be."""
+    per_rank = default_stages_per_rank(name)
+    if len(layers.blocks) < per_rank * pipeline.num_ranks:
         return None
-    placement = placement_of("interleaved", pipeline.num_ranks, 2)
+    placement = placement_of(name, pipeline.num_ranks, per_rank)
     costs = [StageCosts(cost, cost, cost) for cost in layers.of_stages(cut_for_ranks(layers, placement))]
-    return bubble_of("interleaved", pipeline.num_ranks, pipeline.num_microbatches, 2, costs)
+    return bubble_of(name, pipeline.num_ranks, pipeline.num_microbatches, per_rank, costs)
 
 
 def halved(pipeline: Pipeline, costs: Sequence[StageCosts]) -> float | None:

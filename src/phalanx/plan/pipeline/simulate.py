@@ -25,6 +25,11 @@ class StageCosts:
         whole = self.backward_input_s + self.backward_weight_s
         return {"F": self.forward_s, "B": whole, "I": self.backward_input_s, "W": self.backward_weight_s}
 
+    @property
+    def unsplit(self) -> StageCosts:
+        """Where the half of the input does both, as in compiled blocks: W takes nothing."""
+        return StageCosts(self.forward_s, self.backward_input_s + self.backward_weight_s, 0)
+
 
 @dataclass(frozen=True)
 class Timeline:

@@ -12,8 +12,9 @@ from phalanx.job.nearby import divisors
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.plan.memory import Workload, of_one_rank
-from phalanx.plan.pipeline.asked import Asked
+from phalanx.plan.pipeline.asked import DEFAULT_SCHEDULE, Asked
 from phalanx.plan.pipeline.cut import LayerCosts, Stages, check_cut
+from phalanx.plan.pipeline.generate import can_have
 from phalanx.plan.pipeline.memory import rank_activations
 from phalanx.plan.pipeline.parts import costs_of, parts_of
 from phalanx.plan.pipeline.planned import FROM_FILE, Pipeline, named_pipeline
@@ -46,7 +47,9 @@ def with_pipeline(
     work = replace(work, segments=within_stages(segments, pipeline.stages))
     recomputed, samples = recomputed_blocks(segments), work.micro_batch_size
     seconds = costs_of(parts, pipeline.stages, samples=samples, recomputed=recomputed, tp=work.tp)
-    here = of_one_rank(shape, work.tp)
+    if job.train.compile:
+        seconds = tuple(cost.unsplit for cost in seconds)
+    here = of_one_rank(shape, work.tp, work.rules)
     size = max(rank_activations(here, work, pipeline)) if shape.is_known else 0
     reasons += said(job, shape, work.segments or (), size)
     return work, replace(pipeline, costs=seconds)
@@ -82,7 +85,7 @@ def _uncosted(job: Job, asked: Asked, work: Workload, stages: Stages) -> Pipelin
 
 def _within_budget(job: Job, shape: ModelShape, work: Workload, pipeline: Pipeline) -> tuple[Segment, ...]:
     """Each rank recomputes as few of its blocks as it must."""
-    here = of_one_rank(shape, work.tp)
+    here = of_one_rank(shape, work.tp, work.rules)
     found: list[Segment] = []
     for rank in range(pipeline.num_ranks):
         ranges = [pipeline.stages.ranges[stage] for stage in pipeline.stages_of(rank)]
@@ -125,10 +128,28 @@ def _stages(job: Job, shape: ModelShape, asked: Asked, costs: LayerCosts, num_ra
     most = num_blocks + (costs.embedding > 0) + (costs.head > 0)
     if num_stages > most:
         per_rank = num_stages // asked.num_ranks
-        fitting = [d for d in divisors(num_ranks // (job.parallel.tp or 1)) if d > 1 and d * per_rank <= most]
         over = f"parallel.pp {asked.num_ranks}" + (f" x {per_rank} stages per rank" if per_rank > 1 else "")
         raise LayoutError(
             f"{num_blocks} blocks cannot be cut into the {num_stages} stages of {over}",
-            fix=f"nearest: parallel.pp={fitting[-1]}" if fitting else "leave parallel.pp out, or use a deeper model",
+            fix=_fewer_stages(job, asked, most, num_ranks) or "leave parallel.pp out, or use a deeper model",
         )
     return cut_for_ranks(costs, asked.rank_of_stage)
+
+
+def _fewer_stages(job: Job, asked: Asked, most: int, num_ranks: int) -> str:
+    """What the job could say to have `most` stages, or less: fewer on each rank, fewer ranks, one on each rank."""
+    if asked.written is not None:
+        return ""
+    per_rank, pp = asked.num_stages // asked.num_ranks, asked.num_ranks
+    degrees = divisors(num_ranks // ((job.parallel.tp or 1) * (job.parallel.cp or 1)))
+    if job.parallel.ranks is None:  # as many as the degrees make
+        degrees = list(range(1, pp))
+    fewer = [d for d in range(1, per_rank) if d * pp <= most and can_have(asked.name, d)]
+    narrower = [d for d in degrees if 1 < d < pp and d * per_rank <= most]
+    fixes = [f"parallel.stages_per_rank={fewer[-1]}"] if fewer else []
+    fixes += [f"parallel.pp={narrower[-1]}"] if narrower else []
+    if per_rank > 1 and not fewer and pp <= most:
+        fixes.append(
+            f"parallel.schedule={DEFAULT_SCHEDULE}" + " without stages_per_rank" * bool(job.parallel.stages_per_rank)
+        )
+    return f"nearest: {', or '.join(fixes)}" if fixes else ""

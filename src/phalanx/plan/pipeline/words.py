@@ -23,7 +23,9 @@ EVEN = 1.005  # times the mean
 def pipeline_reasons(job: Job, shape: ModelShape, work: Workload, pipeline: Pipeline) -> list[str]:
     lines = [_of_stages(job, shape, work, pipeline), _of_the_schedule(job, work, pipeline), _in_flight(pipeline)]
     if shape.is_known:
-        of_rank = [sent_per_step(of_one_rank(shape, work.tp), work, pipeline, r) for r in range(pipeline.num_ranks)]
+        of_rank = [
+            sent_per_step(of_one_rank(shape, work.tp, work.rules), work, pipeline, r) for r in range(pipeline.num_ranks)
+        ]
         lines.append(f"pp: a rank sends up to {format_bytes(max(of_rank))} to other stages in a step")
     return [f"pp: {line}" if not line.startswith("pp: ") else line for line in lines]
 

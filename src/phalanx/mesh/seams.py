@@ -1,0 +1,19 @@
+"""The seam that context parallelism needs of a module: attention that can be swapped, and what makes its masks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+def attention_cores(module: nn.Module) -> list[tuple[nn.Module, Any]]:
+    """(module that has it, `core`) of every attention that shows one."""
+    return [(part, part.core) for part in module.modules() if getattr(part, "core", None) is not None]
+
+
+def has_attention_seam(module: nn.Module, *, is_stage: bool = False) -> bool:
+    """A stage of a pipeline may have no attention itself."""
+    is_per_token = bool(getattr(module, "is_per_token_outside_regions", False))
+    makes_masks = callable(getattr(module, "attention_mask", None))
+    return is_per_token and makes_masks and (is_stage or bool(attention_cores(module)))

@@ -1,0 +1,37 @@
+"""An error of shapes in a forward that rules have cut, as a line about the rule, where it is one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from phalanx.core.errors import LayoutError
+from phalanx.plan.coverage import no_row
+from phalanx.plan.rules import Rule
+
+
+@dataclass(frozen=True)
+class OpenColumn:
+    """A layer of which a rank puts out `own` of `whole` features, for others to take. `has_row`: beside it in the same
+    part of the model there is a layer that can."""
+
+    name: str
+    rule: Rule
+    whole: int
+    own: int
+    has_row: bool
+
+
+def misfit(error: Exception, columns: Sequence[OpenColumn]) -> LayoutError | None:
+    """The refusal of a column whose width and whose part on this rank are both in torch's message: what it puts out has
+    met something whole. Of several those without a row beside them."""
+    if not isinstance(error, RuntimeError):
+        return None
+    told = str(error).splitlines()[0] if str(error) else ""
+    sizes = {int(number) for number in re.findall(r"\d+", told)}
+    met = [column for column in columns if {column.whole, column.own} <= sizes and column.own < column.whole]
+    found = next((column for column in met if not column.has_row), met[0] if met else None)
+    if found is None:
+        return None
+    return no_row(found.rule, f"those of {found.name}, {found.own} of {found.whole}, meet what is whole: {told}")
