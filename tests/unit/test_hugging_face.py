@@ -20,6 +20,7 @@ from phalanx.mesh.linear import brought_rules
 from phalanx.mesh.tensor_group import TensorGroup
 from phalanx.nn.hf import build
 from phalanx.nn.hf_experts import use_batched_products
+from phalanx.nn.hf_rules import shard_rules_of
 from phalanx.nn.objective import logits_cross_entropy
 from phalanx.parallel.model import together
 from phalanx.parallel.tp import cut
@@ -101,11 +102,12 @@ def test_every_rule_names_layers_that_can_be_cut_and_blocks_are_found(tmp_path: 
 
 
 def test_what_is_not_known_to_stand_a_cut_is_whole(tmp_path: Path) -> None:
-    """Norms over all heads' features, matrices fused in ways that a plan does not tell, experts, scaled embeddings."""
+    """Norms over all heads' features, matrices fused in ways that a plan does not tell, what is beside experts and in no
+    plan, scaled embeddings."""
     for name, whole in {
         "olmo2": "self_attn.q_proj",
         "phi3": "self_attn.qkv_proj",
-        "mixtral": "mlp.experts",
+        "qwen2_moe": "mlp.shared_expert.gate_proj",
         "gemma": "embed_tokens",
         "minimax": "self_attn",  # linear in every other block, which a rule for the rest would be for as well
         "gpt_neox": "attention.query_key_value",
@@ -116,15 +118,25 @@ def test_what_is_not_known_to_stand_a_cut_is_whole(tmp_path: Path) -> None:
         assert any(text.startswith("row") for text in rules.values()) == (name not in ("phi3", "minimax")), name
 
 
+def test_experts_are_cut_as_their_plan_says_and_left_where_their_matrices_lie_otherwise(tmp_path: Path) -> None:
+    name = "model.layers.*.mlp.experts"
+    with torch.device("meta"):
+        module = build(f"hf:{write_config(tmp_path, 'mixtral')}")
+        assert brought_rules(module)[name] == "experts parts=2"
+        module.model.layers[1].mlp.experts.is_transposed = True
+        assert name not in shard_rules_of(module, module.config, has_plain_head=True)
+
+
 def test_the_planner_measures_it_and_says_what_stays_whole(tmp_path: Path) -> None:
-    kind = f"hf:{write_config(tmp_path, 'mixtral')}"
+    kind = f"hf:{write_config(tmp_path, 'qwen2_moe')}"
     shape = probe_foreign_shape(kind, {"vocab_size": 100}, tmp_path / "cache")
     assert (shape.num_layers, shape.vocab_size, shape.max_positions) == (2, 100, 64)
     with torch.device("meta"):
         assert shape.num_params == sum(p.numel() for p in build(kind, vocab_size=100).parameters())
     line = whole_by_default(check_rules({}, shape, 2), shape)
     assert "no rule covers" in line
-    assert "model.layers.*.mlp.experts" in line
+    assert "model.layers.*.mlp.shared_expert.gate_proj" in line
+    assert "mlp.experts" not in line
     (tmp_path / "config.json").write_text("{}")  # a kept answer is of the file that was there
     with pytest.raises(LayoutError, match="names no model_type"):
         probe_foreign_shape(kind, {}, tmp_path / "cache")
