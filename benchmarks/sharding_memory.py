@@ -30,6 +30,11 @@ OF_SHARDED: dict[str, tuple[str, ...]] = {
     "zero3, prefetch=2": ("parallel.prefetch=2",),
 }
 CHOICES |= {name: (*CHOICES["zero3"], *more) for name, more in OF_SHARDED.items()}
+CHOICES |= {
+    "zero1, offload=optimizer": (*CHOICES["zero1"], "parallel.offload=optimizer"),
+    "zero3, two copies": ("parallel.dp_replicate=2", "parallel.zero_stage=3"),
+    "tp": ("parallel.tp={ranks}",),
+}
 MODEL = (
     "model.dim=512",
     "model.num_layers=12",

@@ -102,8 +102,7 @@ def test_every_rule_names_layers_that_can_be_cut_and_blocks_are_found(tmp_path: 
 
 
 def test_what_is_not_known_to_stand_a_cut_is_whole(tmp_path: Path) -> None:
-    """Norms over all heads' features, matrices fused in ways that a plan does not tell, what is beside experts and in no
-    plan, scaled embeddings."""
+    """Norms of all heads at once, fused matrices of unknown order, what stands beside experts, scaled embeddings."""
     for name, whole in {
         "olmo2": "self_attn.q_proj",
         "phi3": "self_attn.qkv_proj",

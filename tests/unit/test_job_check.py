@@ -153,7 +153,7 @@ def test_checks_read_keys_that_exist():
         ("parallel.ranks=3 parallel.tp=2", "parallel.tp: tp 2 does not divide the 3 ranks; nearest tp: 1 or 3"),
         (
             "parallel.ranks=2 parallel.tp=2 parallel.dp_shard=2",
-            "parallel.dp_shard: dp_shard 2 does not divide 1 ranks, what tp 2 leaves of 2",
+            "parallel.dp_shard: dp_shard 2 does not divide 1 rank, what tp 2 leaves of 2",
         ),
         ("parallel.ranks=6 parallel.pp=4", "parallel.pp: pp 4 does not divide the 6 ranks; nearest pp: 3 or 6"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from phalanx.core.units import plural
 from phalanx.job.explain import Finding
 from phalanx.job.nearby import divisors, divisors_near, multiples_near, nearest_degrees
 from phalanx.job.question import check, finding
@@ -30,7 +31,7 @@ def axes_fill_the_ranks(job: Job) -> list[Finding]:
         if degree is not None and ranks % degree:
             axes = " x ".join(f"{axis} {of}" for axis, of in _model_axes(job).items())
             left = f", what {axes} leaves of {ranks * shared}" if axes else ""
-            what = f"{name} {degree} does not divide {'the ' if not left else ''}{ranks} ranks{left}"
+            what = f"{name} {degree} does not divide {'the ' if not left else ''}{plural(ranks, 'rank')}{left}"
             return [finding(f"parallel.{name}", what, f"nearest: {divisors_near(ranks, degree)}")]
     return []
 
@@ -45,12 +46,12 @@ def _model_parallel_does_not_divide(job: Job, ranks: int) -> Finding:
     axes = _model_axes(job)
     if len(axes) == 1:
         ((axis, degree),) = axes.items()
-        what = f"{axis} {degree} does not divide the {ranks} ranks"
+        what = f"{axis} {degree} does not divide the {plural(ranks, 'rank')}"
         return finding(f"parallel.{axis}", what, f"nearest {axis}: {divisors_near(ranks, degree)}")
     what = f"{' x '.join(f'{axis} {degree}' for axis, degree in axes.items())} = {job.parallel.model_parallel_size}"
     near = nearest_degrees(ranks, axes, must_fill=False)
     fix = f"nearest: {' x '.join(f'{axis}={degree}' for axis, degree in near.items())}"
-    return finding(f"parallel.{next(iter(axes))}", f"{what} does not divide the {ranks} ranks", fix)
+    return finding(f"parallel.{next(iter(axes))}", f"{what} does not divide the {plural(ranks, 'rank')}", fix)
 
 
 @check("train.global_batch_size", "train.micro_batch_size")
@@ -82,7 +83,7 @@ def ranks_share_the_batch(job: Job) -> list[Finding]:
     if batch % micro or batch % (ranks * micro) == 0:
         return []
     parts = "" if micro == 1 else f" in micro-batches of {micro}"
-    what = f"a global batch of {batch} sequences cannot be shared evenly by {ranks} ranks{parts}"
+    what = f"a global batch of {batch} sequences cannot be shared evenly by {plural(ranks, 'rank')}{parts}"
     fix = f"nearest global_batch_size: {multiples_near(batch, ranks * micro)}; or ranks: "
     return [finding("train.global_batch_size", what, fix + divisors_near(batch // micro, ranks))]
 
