@@ -236,6 +236,10 @@ REFUSED: dict[str, tuple[Any, tuple[str, ...]]] = {
         lambda: lm({"layers.*.inner.fc2": "column"}),
         ('rule "layers.*.inner.fc2" = "column"', "layers.0.inner.fc2, 8 of 16, meet what is whole: The size of tensor"),
     ),
+    "a head cut by features": (
+        lambda: lm({**tp_zoo.MLP_RULES, "head": "column"}),
+        ("returns a part of the features on each rank", 'give a head of tokens "vocab"'),
+    ),
     "more ranks than features": (
         lambda: tp_zoo.Lm(lambda: tp_zoo.Residual(tp_zoo.MLP(width=1)), tp_zoo.MLP_RULES),
         ("layers.0.inner.fc1 has 1 features, too few for tp 2",),

@@ -17,6 +17,7 @@ from phalanx.checkpoint.best import write_best
 from phalanx.checkpoint.choose import choose_checkpoint
 from phalanx.checkpoint.locks import hold_run_lock
 from phalanx.checkpoint.manifest import body_xxh3, manifest_bytes
+from phalanx.checkpoint.stores import newest_step, open_store
 from phalanx.checkpoint.weights import load_weights
 from phalanx.cli._app import run
 from phalanx.core.errors import CheckpointError
@@ -101,6 +102,25 @@ def test_a_checkpoint_without_its_manifest_is_damaged(a_run: Path, capsys: pytes
         load_weights(nn.ParameterDict({"w": nn.Parameter(torch.zeros(8))}), a_run)
 
 
+def test_a_manifest_with_half_a_letter_is_damaged(a_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    newest = a_run / "checkpoints" / "step-30"
+    body = json.loads((newest / "manifest.json").read_text())
+    body["facts"] = {"said": "\ud800"}
+    body["xxh3"] = body_xxh3(body)
+    (newest / "manifest.json").write_text(json.dumps(body))
+    code, _, err = phalanx(capsys, "verify", str(newest))
+    assert (code, "the manifest cannot be read" in err) == (5, True)
+
+
+def test_what_is_saved_is_what_can_be_read(a_run: Path) -> None:
+    """A damaged one beyond it is not called done."""
+    (a_run / "checkpoints" / "step-90").mkdir()
+    store = open_store(a_run, None)
+    assert newest_step(store) == 30
+    (a_run / "checkpoints" / "step-30" / "manifest.json").unlink()
+    assert newest_step(store) == 20
+
+
 def test_one_without_its_manifest_does_not_stand_for_the_last_good_one(
     a_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,7 +139,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_refused(
     (a_run / "checkpoints" / "step-20").rename(a_run / "checkpoints" / "step-90")
     for verb in (["verify", str(a_run)], ["diff", str(a_run), str(a_run)]):
         code, _, err = phalanx(capsys, *verb)
-        assert (code, "step-90 holds step 20; call it step-20 again" in err) == (5, True)
+        assert (code, "step-90 holds step 20; a copy can be removed" in err) == (5, True)
     code, out, _ = phalanx(capsys, "ls", str(a_run))
     assert (code, "step-90 holds step 20" in out.splitlines()[-1]) == (0, True)
     module = nn.ParameterDict({"w": nn.Parameter(torch.zeros(8))})

@@ -16,7 +16,7 @@ from phalanx.observe import events
 from phalanx.observe.console import Console, open_console
 from phalanx.observe.events import EVENTS, Envelope, Event, StepFinished
 from phalanx.observe.units import units_of
-from phalanx.observe.words import describe
+from phalanx.observe.words import describe, printable
 
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 
@@ -35,6 +35,12 @@ def tell(event: Event, rank: int = 0) -> Envelope:
 def plain(total_steps: int = 100, log_every: int = 10) -> tuple[io.StringIO, Console]:
     stream = io.StringIO()
     return stream, open_console(stream, total_steps=total_steps, log_every=log_every)
+
+
+def test_letters_of_any_script_stay_and_what_moves_a_cursor_goes() -> None:
+    kept = "\u0646\u06cc\u0645\u200c\u0641 \U0001f468\u200d\U0001f467 \u5168\u89d2\u3000a\u00a0b"
+    assert printable(kept) == kept
+    assert printable("a\x1b[31mb\tc\u202ed\u2066e\x9bf") == "a [31mb c d e f"
 
 
 def test_one_line_each_log_every_steps_and_at_both_ends() -> None:

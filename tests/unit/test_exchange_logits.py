@@ -27,6 +27,8 @@ from phalanx.checkpoint.exchange.importing import from_hugging_face, write_impor
 from phalanx.checkpoint.exchange.stored import StoredBag
 from phalanx.checkpoint.verify import verify_checkpoint
 from phalanx.checkpoint.weights import load_weights
+from phalanx.cli._app import run
+from phalanx.job.load import load_job
 from phalanx.job.shape import ModelShape
 from phalanx.nn.models import decoder, vit
 from phalanx.nn.objective import causal_cross_entropy
@@ -319,7 +321,9 @@ def old_spellings(rank: int, place: Path) -> dict[str, Any]:
     opened = hf().AutoModelForCausalLM.from_pretrained(place / "fp32")
     same = all(torch.equal(t.float(), opened.state_dict()[name]) for name, t in model.state_dict().items())
     config = json.loads((place / "fp32" / "config.json").read_text())
+    told = run(["checkpoint", "import", str(place / "gpt2"), "--out", str(place / "by-hand")])
     return {
+        "job": (told, load_job(place / "by-hand" / "model.toml").data.seq_len),
         "notes": found.notes,
         "refused": refused,
         "cast": torch.equal(wanted.float(), have),
@@ -330,6 +334,7 @@ def old_spellings(rank: int, place: Path) -> dict[str, Any]:
 def test_a_directory_of_another_age_and_type(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     found = run_ranks(1, old_spellings, tmp_path)[0]
+    assert found["job"] == (0, 64)  # its positions: the usual length would be refused
     assert found["notes"] == ("lm_head.weight is left out: the embedding is the head, config.json says",)
     assert "of another type" in found["refused"]
     assert "cast=True rounds them" in found["refused"]

@@ -126,6 +126,13 @@ def test_experts_are_cut_as_their_plan_says_and_left_where_their_matrices_lie_ot
         assert name not in shard_rules_of(module, module.config, has_plain_head=True)
 
 
+def test_experts_are_cut_in_the_parts_that_their_matrices_have(tmp_path: Path) -> None:
+    """Halves of the two in one would fit each other, and compute something else."""
+    shape = probe_foreign_shape(f"hf:{write_config(tmp_path, 'mixtral')}", {}, tmp_path / "cache")
+    with pytest.raises(LayoutError, match=r"gate and up in one; write \"experts parts=2\""):
+        check_rules({"model.layers.*.mlp.experts": "experts"}, shape, 2)
+
+
 def test_the_planner_measures_it_and_says_what_stays_whole(tmp_path: Path) -> None:
     kind = f"hf:{write_config(tmp_path, 'qwen2_moe')}"
     shape = probe_foreign_shape(kind, {"vocab_size": 100}, tmp_path / "cache")

@@ -97,7 +97,7 @@ def test_a_flip_is_told_and_is_no_failure() -> None:
     row = Row("zero3-ep2", {}, "small", "float32", True, {"loss": 1e-8}, 1e-5, flips=(flip, flip)).to_json()
     table = Table(as_json=True)
     table.rows = [row, row | {"flips": []}]
-    assert table.exit_code(asked=True) == ExitCode.OK
+    assert table.exit_code({"zero3-ep2"}) == ExitCode.OK
     assert table.summary() == (
         "verdict 2 of 2 rows equal the reference, 1 of them routed alike, since a near-tie flipped"
     )

@@ -102,6 +102,7 @@ def read_manifest(place: Folder | Path) -> Manifest:
         text = folder.read(MANIFEST)
         body = json.loads(text.decode())
         found_xxh3 = body_xxh3(body) if isinstance(body, dict) else ""  # ValueError for numbers that are none
+        written = manifest_bytes(body) if isinstance(body, dict) else b""  # and for half a letter
     except FileNotFoundError:
         raise _without_manifest(folder) from None
     except (OSError, ValueError, RecursionError) as error:
@@ -111,7 +112,7 @@ def read_manifest(place: Folder | Path) -> Manifest:
         raise CheckpointError(f"format {found!r} is not {FORMAT}", where=path, fix="use the release that wrote it")
     if body.get("xxh3") != found_xxh3:
         raise CheckpointError("the manifest is not what was written", where=path, why="its checksum differs")
-    if text != manifest_bytes(body):  # a space more, a key that is there twice: the checksum is of what was parsed
+    if text != written:  # a space more, a key that is there twice: the checksum is of what was parsed
         raise CheckpointError("the manifest is not what was written", where=path, why="it is written another way")
     try:
         manifest = _parse(body)
@@ -132,7 +133,9 @@ def _require_own_step(folder: Folder, manifest: Manifest) -> None:
     """A copy under another step's name would be continued from as that step. Other names say nothing of a step."""
     if folder.step not in (-1, manifest.step):
         raise CheckpointError(
-            f"{folder.name} holds step {manifest.step}", where=folder.url, fix=f"call it step-{manifest.step} again"
+            f"{folder.name} holds step {manifest.step}",
+            where=folder.url,
+            fix=f"a copy can be removed; a checkpoint that was renamed is called step-{manifest.step} again",
         )
     told = manifest.facts.get("step", manifest.step)
     if told != manifest.step:

@@ -27,6 +27,7 @@ from phalanx.data.tokenizer_files import TokenizerFiles, tokenizer_files
 from phalanx.job.hugging_face import is_hugging_face, read_config
 from phalanx.job.load import load_job
 from phalanx.job.model_toml import model_section
+from phalanx.job.schema import Data
 from phalanx.job.toml import toml_value
 
 GB = 10**9
@@ -146,8 +147,13 @@ def _job_file(weights: Weights, out: Path) -> str | None:
     params = format_count(weights.shape.num_params).strip()
     text = f"# {params} parameters from {weights.origin}.\n#\n#   phalanx train {out / MODEL_TOML} data.source=...\n\n"
     text += model_section(weights.shape, more)
+    data: dict[str, object] = {}
     if "tokenizer.json" in (weights.files or {}):
-        text += f"\n[data]\ntokenizer = {toml_value(str(out / 'tokenizer.json'))}\n"
+        data["tokenizer"] = str(out / "tokenizer.json")
+    if 0 < weights.shape.max_positions < Data().seq_len:
+        data["seq_len"] = weights.shape.max_positions
+    if data:
+        text += "\n[data]\n" + "".join(f"{key} = {toml_value(value)}\n" for key, value in data.items())
     _require_job(text, weights)
     return text
 

@@ -21,7 +21,7 @@ from phalanx.cli._initial import INIT, find_initial, told_shape
 from phalanx.cli._needs import check_needs
 from phalanx.cli._output import say
 from phalanx.cli._summary import summary_lines
-from phalanx.core.errors import CheckpointError, LayoutError, ResourceError, RunLockedError, UsageError
+from phalanx.core.errors import CheckpointError, ExitCode, LayoutError, ResourceError, RunLockedError, UsageError
 from phalanx.core.files import open_run_directory, resource_error, write_bytes_atomic, write_json_atomic
 from phalanx.core.secrets import Redactor
 from phalanx.core.store_urls import local_directory
@@ -272,7 +272,10 @@ def conclude(run: Prepared, outcome: Outcome) -> int:
     elif outcome.message:
         print(Redactor(os.environ).text(outcome.message), file=sys.stderr)
     saved = _saved(run)
-    if outcome.status != "finished" and saved:
+    if outcome.exit_code == ExitCode.CHECKPOINT:
+        if saved and not run.job.checkpoint.fallback:
+            say(f"resume  phalanx train --resume {run.run_dir} --fallback   (the newest checkpoint that verifies)")
+    elif outcome.status != "finished" and saved:
         say(f"resume  phalanx train --resume {run.run_dir}   (newest checkpoint: {saved[-1].name})")
     say(f"report  {run.run_dir / 'report.html'}", f"run     {run.run_dir}")
     return outcome.exit_code

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,7 @@ def verify(request: Request) -> int:
         return stopped
     if not request.as_json:
         print(table.summary())
-    return table.exit_code(asked=request.layouts != "all")
+    return table.exit_code({name.strip() for name in request.layouts.split(",")} - {"all"})
 
 
 def _choose(request: Request) -> tuple[Job, list[Case], list[str], list[str]]:
@@ -276,12 +276,13 @@ class Table:
         parts += [f"{plural(refused, 'layout')} refused"] if refused else []
         return f"verdict {', '.join(parts)}"
 
-    def exit_code(self, *, asked: bool) -> int:
+    def exit_code(self, named: Set[str]) -> int:
+        """`named`: layouts that must not be refused."""
         if any(row["ok"] is False for row in self.rows):
             return ExitCode.VERIFICATION
         equal = {row["layout"] for row in self.rows if row["ok"]}  # in some type: not every module has a float64
-        is_refused = any(row["layout"] not in equal for row in self.rows)
-        return ExitCode.JOB if is_refused and (asked or not equal) else ExitCode.OK
+        refused = {row["layout"] for row in self.rows} - equal
+        return ExitCode.JOB if refused & named or (refused and not equal) else ExitCode.OK
 
 
 def describe_refused(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -21,8 +21,9 @@ RouterScores = Literal["softmax", "sigmoid"]
 class Holder:
     """A module that holds parameters itself. Of a linear layer and an embedding also their widths; else 0.
 
-    `kind`: "linear", "grouped" (those of several experts in one), "stacked" (experts; `num_outputs` of their
-    first matrices), "embedding", "attention" (a part of an nn.MultiheadAttention), or the name of its class.
+    `kind`: "linear", "grouped" (those of several experts in one), "stacked", "stacked with gates" (experts;
+    `num_outputs` of their first matrices), "embedding", "attention" (a part of an nn.MultiheadAttention), or the name
+    of its class.
     """
 
     name: str

@@ -69,7 +69,7 @@ def holders(module: nn.Module) -> Iterator[Holder]:
         outputs = inputs = 0
         if is_linear(part) or is_grouped(part):
             outputs, inputs = part.weight.shape[output_dim(part)], part.weight.shape[input_dim(part)]
-        elif kind == "stacked":
+        elif is_stacked(part):
             _, outputs, inputs = getattr(part, first_of_stack(part)).shape
         elif isinstance(part, nn.Embedding):
             outputs, inputs = part.weight.shape
@@ -83,7 +83,7 @@ def kind_of(part: nn.Module, *, is_attention: bool) -> str:
     if is_linear(part) or is_grouped(part):
         return "grouped" if is_grouped(part) else "linear"
     if is_stacked(part):
-        return "stacked"
+        return "stacked with gates" if getattr(part, "has_gate", True) else "stacked"
     return "embedding" if isinstance(part, nn.Embedding) else type(part).__name__
 
 

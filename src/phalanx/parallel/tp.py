@@ -24,7 +24,7 @@ from phalanx.parallel.tp_dropout import WholeMasks, parts_dropped
 from phalanx.parallel.tp_misfit import OpenColumn, misfit
 from phalanx.parallel.tp_overlap import overlap_columns
 from phalanx.parallel.tp_sync import PartialGradients
-from phalanx.plan.coverage import no_rules, require_cuttable, require_matches
+from phalanx.plan.coverage import no_rules, require_cuttable, require_matches, require_parts
 from phalanx.plan.plan import Plan
 from phalanx.plan.rules import CUTS, Rule, Span, parse_rules, rule_of
 
@@ -138,7 +138,9 @@ class _Surgery:
                 fix='give it "vocab" (or "sequence": it stays whole), or set parallel.sequence_parallel=false',
             )
         cut = [self._modules[name.rpartition(".")[0]] for name in self.cuts if name.endswith(".weight")]
-        self.module.register_forward_hook(tp_modules.Outputs(self.group, self._vocabularies, cut))
+        alone = [c for c in self.open_columns() if not c.has_row and self._region_of(c.name) is None]
+        last = [(self._modules[column.name], column.rule) for column in alone]
+        self.module.register_forward_hook(tp_modules.Outputs(self.group, self._vocabularies, cut, last))
 
     def require_whole_masks(self, piece: Workpiece) -> None:
         """Raises LayoutError for dropout of parts, now or in the first forward: masks by place are of the whole."""
@@ -226,6 +228,7 @@ class _Surgery:
                 fix="parallel.sequence_parallel=false",
             )
         first, hidden = first_of_stack(part), part.down_proj.shape[2]  # type: ignore[union-attr,index]
+        require_parts(rule, name, kind_of(part, is_attention=False))
         self._cut(name, part, first, 1, self._spans(rule, getattr(part, first).shape[1], name))
         self._cut(name, part, "down_proj", 2, self._spans(replace(rule, parts=rule.parts[:1]), hidden, name))
         part.register_forward_pre_hook(functools.partial(tp_modules.enter_all, self.group), with_kwargs=True)

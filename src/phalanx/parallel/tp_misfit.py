@@ -10,6 +10,13 @@ from phalanx.core.errors import LayoutError
 from phalanx.plan.coverage import no_row
 from phalanx.plan.rules import Rule
 
+MISFITS = (
+    r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)",
+    r"size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\)",
+    r"normalized_shape=\[(\d+)\].*input.*of size\s*\[.*?(\d+)\]",
+)
+"""How torch says that two sizes do not fit."""
+
 
 @dataclass(frozen=True)
 class OpenColumn:
@@ -24,12 +31,13 @@ class OpenColumn:
 
 
 def misfit(error: Exception, columns: Sequence[OpenColumn]) -> LayoutError | None:
-    """The refusal of a column whose width and whose part on this rank are both in torch's message: what it puts out has
-    met something whole. Of several those without a row beside them."""
-    if not isinstance(error, RuntimeError):
-        return None
+    """The refusal of a column whose width and whose part on this rank are the two sizes that do not fit in torch's
+    message: what it puts out has met something whole. Of several those without a row beside them."""
     told = str(error).splitlines()[0] if str(error) else ""
-    sizes = {int(number) for number in re.findall(r"\d+", told)}
+    shapes = next((found.groups() for pattern in MISFITS if (found := re.search(pattern, told))), ())
+    if not isinstance(error, RuntimeError) or not shapes:
+        return None
+    sizes = {int(size) for size in shapes}
     met = [column for column in columns if {column.whole, column.own} <= sizes and column.own < column.whole]
     found = next((column for column in met if not column.has_row), met[0] if met else None)
     if found is None:

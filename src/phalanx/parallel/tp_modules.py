@@ -17,7 +17,7 @@ from phalanx.mesh.linear import input_dim, is_conv1d, output_dim
 from phalanx.mesh.tensor_group import SEQUENCE, TensorGroup, Vocabulary, VocabularyLogits
 from phalanx.parallel.pp_weights import SPLITS, linear
 from phalanx.parallel.tp_overlap import row_in_chunks
-from phalanx.plan.rules import Count
+from phalanx.plan.rules import Count, Rule
 
 
 def num_outputs(part: nn.Module) -> int:
@@ -164,10 +164,17 @@ class Outputs:
     """After the model: an output that needs the head's rows of other ranks says which rows this rank has."""
 
     def __init__(
-        self, group: TensorGroup, vocabularies: Sequence[tuple[nn.Module, Vocabulary]], cut: Sequence[nn.Module]
+        self,
+        group: TensorGroup,
+        vocabularies: Sequence[tuple[nn.Module, Vocabulary]],
+        cut: Sequence[nn.Module],
+        columns: Sequence[tuple[nn.Module, Rule]],
     ) -> None:
         self._group, self._vocabularies, self._cut = group, vocabularies, cut
         self._logits: torch.Tensor | None = None
+        self._last_of_column: tuple[torch.Tensor, Rule] | None = None
+        for part, rule in columns:
+            part.register_forward_hook(functools.partial(self._note_column, rule))
         for part, _ in vocabularies:
             if not isinstance(part, nn.Embedding):
                 part.register_forward_hook(self._note)
@@ -175,8 +182,18 @@ class Outputs:
     def _note(self, part: nn.Module, args: Any, output: torch.Tensor) -> None:
         self._logits = output
 
+    def _note_column(self, rule: Rule, part: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self._last_of_column = output, rule
+
     def __call__(self, module: nn.Module, args: Any, outputs: Any) -> Any:
         logits, self._logits = self._logits, None
+        last, self._last_of_column = self._last_of_column, None
+        if last is not None and any(leaf is last[0] for leaf in tree_leaves(outputs)):
+            raise LayoutError(
+                f"{type(module).__name__} returns a part of the features on each rank",
+                where=f'sharding rule "{last[1].pattern}" = "{last[1].text}"',
+                fix='give a head of tokens "vocab"; "column gather" puts other features together',
+            )
         if logits is not None:
             return self._tagged(module, logits, outputs)
         head = getattr(outputs, "head_VD", None)

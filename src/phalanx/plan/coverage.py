@@ -17,7 +17,7 @@ from phalanx.plan.rules import CUTS, Rule, matches, parse_rules, rule_of, rules_
 NUM_NAMED = 3
 CUTTABLE = {
     "vocab": (("linear", "embedding"), "embeddings and linear layers"),
-    "experts": (("stacked",), "experts whose matrices are stacked"),
+    "experts": (("stacked", "stacked with gates"), "experts whose matrices are stacked"),
 }
 SHARE_WORTH_A_WORD = 0.01  # of all parameters
 
@@ -114,8 +114,20 @@ def require_cuttable(rule: Rule, name: str, kind: str) -> None:
         )
 
 
+def require_parts(rule: Rule, name: str, kind: str) -> None:
+    """Raises LayoutError for experts whose first matrices hold other parts than the rule says."""
+    wanted = 2 if kind == "stacked with gates" else 1
+    if rule.kind == "experts" and len(rule.parts) != wanted:
+        raise LayoutError(
+            f"the first matrices of {name} are {'gate and up in one' if wanted == 2 else 'up alone'}",
+            where=f'sharding rule "{rule.pattern}" = "{rule.text}"',
+            fix=f'write "{"experts parts=2" if wanted == 2 else "experts"}"',
+        )
+
+
 def _check(rule: Rule, holder: Holder, tp: int) -> None:
     require_cuttable(rule, holder.name, holder.kind)
+    require_parts(rule, holder.name, holder.kind)
     size = holder.num_inputs if rule.kind == "row" else holder.num_outputs
     rule.spans(size, tp, 0, name=holder.name)
 

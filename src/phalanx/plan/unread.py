@@ -21,6 +21,9 @@ def without_effect(job: Job, chosen: Candidate) -> list[str]:
         layout = "pp" if chosen.name == "pp" else f"{layout} with pp"
         unread = list(dict.fromkeys((*unread, *PIPELINE_KEYS)))
     lines = [line for line in (_line(job, unread, f"under {layout}"),) if line]
+    if job.parallel.zero_stage and chosen.layout.reduced.dp_shard == 1 and chosen.layout.world_size > 1:
+        said = f"parallel.zero_stage={job.parallel.zero_stage} shards nothing"
+        lines.append(f"{said}: {layout} leaves no ranks to shard over")
     if chosen.layout.tp == 1:
         lines += [line for line in (_line(job, ("rules",), "without parallel.tp"),) if line]
     elif job.train.compile:

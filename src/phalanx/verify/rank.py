@@ -27,6 +27,7 @@ from phalanx.verify.rerouted import compare_routes
 from phalanx.verify.row import ROWS, Row
 from phalanx.verify.verdict import TOLERANCE, Judge
 
+MOST_COMPILED = 64  # times, of one block: in training and evaluation, with and without gradients, for each module
 transforms()  # imported in the server, once, instead of in every rank
 
 
@@ -60,6 +61,10 @@ def judge(job: Job, case: Mapping[str, Any], references: References, model_name:
         return _refused(case, model_name, dtype, whole)
     tolerance = tolerance_of(plan.compress, TOLERANCE["float32" if whole.narrows else dtype])
     run = LayoutRun(job, plan)
+    if plan.compile:  # what dynamo has compiled often, for whichever layout, it would leave eager without a word
+        torch._dynamo.reset()
+        torch._dynamo.config.recompile_limit = MOST_COMPILED
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
     try:
         with open_mesh(plan.layout, device="cpu") as inner:
             mine = share_of(steps, inner.data_parallel_rank, plan.layout.data_parallel_size)

@@ -176,7 +176,7 @@ def _in_float64(
 def _nudge(module: nn.Module) -> None:
     """Every weight by up to a few roundings to float32, by chance: what that changes, no order of sums can promise."""
     generator = torch.Generator().manual_seed(0)
-    for parameter in module.parameters():
+    for parameter in filter(torch.is_floating_point, module.parameters()):
         roundings = torch.randint(-NUDGE, NUDGE + 1, parameter.shape, generator=generator).to(parameter.dtype)
         parameter.mul_(1 + torch.finfo(torch.float32).eps * roundings)
 

@@ -100,7 +100,7 @@ def _distances(directory: Path, beside: Path, kind: str) -> dict[str, float]:
         with safe_open(beside / f"{kind}.safetensors", framework="pt") as others:  # type: ignore[no-untyped-call]
             return {
                 name: (mine.get_tensor(name).double() - others.get_tensor(name)).norm().item()
-                for name in mine.keys()  # noqa: SIM118 (no mapping)
+                for name in {*mine.keys()} & {*others.keys()}
             }
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 GRADIENTS = "step-"
 ROUNDING_64, ROUNDING_32 = 1e-10, 1e-5  # of a usual tensor: a gradient this small is zero but for rounding
 
+MOST_EASED = 1e-2  # mistakes are larger
 ROUNDINGS = 4  # two differ by twice what each lost, and ranks add up in another order
 
 INITIAL, FINAL = "initial", "final"
@@ -60,7 +61,7 @@ class Trace:
         Sums that cancel (the gradient of a norm of keys) lose digits in any order that ranks add them up in.
         """
         lost = self.rounding.get(kind, {}).get(name, 0.0)
-        return max(usual, ROUNDINGS * lost / self.scale(kind, name)) if lost else usual
+        return max(usual, min(MOST_EASED, ROUNDINGS * lost / self.scale(kind, name))) if lost else usual
 
     def scale(self, kind: str, name: str) -> float:
         """What an error of the tensor is relative to: its own size, or a thousandth of a usual one's if that is more.

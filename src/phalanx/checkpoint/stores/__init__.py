@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from phalanx.checkpoint.folder import STEP_NAME, Folder, LocalFolder
-from phalanx.checkpoint.manifest import MANIFEST
+from phalanx.checkpoint.manifest import MANIFEST, read_manifest
 from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.checkpoint.stores.protocol import Draft, Store
 from phalanx.core.errors import CheckpointError
@@ -92,11 +92,16 @@ def _url_in_job(run_dir: Path) -> str | None:
 
 
 def newest_step(store: Store) -> int:
-    """The step of the newest committed checkpoint; 0 if there is none, or the store does not answer."""
+    """The step of the newest checkpoint whose manifest can be read; 0 if there is none, or no answer of the store."""
     try:
-        return max((folder.step for folder in store.folders()), default=0)
+        folders = sorted(store.folders(), key=lambda folder: folder.step, reverse=True)
     except (OSError, CheckpointError):
         return 0
+    for folder in folders:
+        with suppress(CheckpointError):
+            read_manifest(folder)
+            return folder.step
+    return 0
 
 
 def is_checkpoint(place: str | Path) -> bool:

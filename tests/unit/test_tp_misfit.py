@@ -1,0 +1,43 @@
+"""Which errors of a first forward are put down to a column, by what torch says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from phalanx.parallel.tp_misfit import OpenColumn, misfit
+from phalanx.plan.rules import parse_rules
+
+(RULE,) = parse_rules({"up": "column"})
+COLUMN = OpenColumn("up", RULE, whole=64, own=32, has_row=False)
+
+
+def error_of(call: object) -> Exception:
+    with pytest.raises(RuntimeError) as raised:
+        call()  # type: ignore[operator]
+    return raised.value
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: nn.Linear(64, 8)(torch.zeros(3, 32)),
+        lambda: torch.zeros(2, 64) + torch.zeros(2, 32),
+        lambda: nn.LayerNorm(64)(torch.zeros(2, 32)),
+    ],
+)
+def test_a_part_that_meets_what_is_whole_is_the_rule_s(call: object) -> None:
+    assert 'sharding rule "up" = "column"' in str(misfit(error_of(call), [COLUMN]))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("Tried to allocate 64.00 MiB. GPU 0 has 32.00 MiB free"),
+        RuntimeError("shape '[32, 64, 4, 16]' is invalid for input of size 65536"),
+        ValueError("mat1 and mat2 shapes cannot be multiplied (3x32 and 64x8)"),
+    ],
+)
+def test_the_same_numbers_in_another_error_blame_no_rule(error: Exception) -> None:
+    assert misfit(error, [COLUMN]) is None
