@@ -14,6 +14,7 @@ import torch
 
 from phalanx.core.errors import ExitCode, LayoutError
 from phalanx.job.schema import Job
+from phalanx.mesh.compat import TORCH_VERSION
 from phalanx.mesh.mesh import open_mesh
 from phalanx.parallel.parallelize import transforms
 from phalanx.plan.coverage import check_rules, whole_by_default
@@ -27,6 +28,7 @@ from phalanx.verify.rerouted import compare_routes
 from phalanx.verify.row import ROWS, Row
 from phalanx.verify.verdict import TOLERANCE, Judge
 
+FLOAT64_COMPILED = (2, 13)  # the first torch known to compile attention's backward in it; 2.11 is known not to
 MOST_COMPILED = 64  # times, of one block: in training and evaluation, with and without gradients, for each module
 transforms()  # imported in the server, once, instead of in every rank
 
@@ -59,6 +61,10 @@ def judge(job: Job, case: Mapping[str, Any], references: References, model_name:
     whole, steps = references.of(plan)
     if isinstance(whole, str):
         return _refused(case, model_name, dtype, whole)
+    if plan.compile and dtype == "float64" and TORCH_VERSION < FLOAT64_COMPILED:
+        first = ".".join(map(str, FLOAT64_COMPILED))
+        why = f"torch {torch.__version__} compiles a backward in float64 to float32's; {first} does not"
+        return _refused(case, model_name, dtype, why)
     tolerance = tolerance_of(plan.compress, TOLERANCE["float32" if whole.narrows else dtype])
     run = LayoutRun(job, plan)
     if plan.compile:  # what dynamo has compiled often, for whichever layout, it would leave eager without a word
