@@ -11,12 +11,13 @@ from dataclasses import fields
 
 import pytest
 
+from phalanx.core.printable import printable
 from phalanx.job.schema import Job
 from phalanx.observe import events
 from phalanx.observe.console import Console, open_console
 from phalanx.observe.events import EVENTS, Envelope, Event, StepFinished
 from phalanx.observe.units import units_of
-from phalanx.observe.words import describe, printable
+from phalanx.observe.words import describe
 
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from typing import Any, Protocol
 
 from phalanx.core.errors import CheckpointError
-from phalanx.observe.words import printable
+from phalanx.core.printable import printable
 
 MAX_ROWS = 12
 NOTHING = "-"

@@ -16,8 +16,8 @@ from typer.core import TyperGroup
 
 from phalanx.cli._output import open_closed_streams, silence, without_secrets
 from phalanx.core.errors import ExitCode, JobError, PhalanxError, did_you_mean
+from phalanx.core.printable import printable
 from phalanx.core.registry import names
-from phalanx.observe.words import printable
 
 PACKAGE = "phalanx.cli"
 TRY = "Try it: phalanx train (a small decoder on this interpreter's own source text, two ranks or more)"

@@ -22,7 +22,7 @@ from phalanx.cli._json import print_json
 from phalanx.cli._progress import ProgressLine
 from phalanx.core.errors import CheckpointError, ExitCode, UsageError
 from phalanx.core.store_urls import local_directory
-from phalanx.core.units import format_bytes
+from phalanx.core.units import format_bytes, plural
 
 
 def ls(run: str, as_json: bool) -> int:
@@ -85,7 +85,7 @@ def verify(place: str, all_of_them: bool, as_json: bool) -> int:
         if not as_json:
             for problem in problems:
                 tell(f"phalanx: {problem}", as_problem=True)
-            verdict = f"damaged {folder.url}: {len(problems)} problem{'s' if len(problems) > 1 else ''}"
+            verdict = f"damaged {folder.url}: {plural(len(problems), 'problem')}"
             whole = f"whole   {folder.url}: {format_bytes(total)}, every checksum holds"
             tell(verdict if problems else whole)
     if as_json:

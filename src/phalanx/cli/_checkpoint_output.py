@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from phalanx.cli._json import printing_json
 from phalanx.cli._output import without_secrets
 from phalanx.core.errors import PhalanxError
-from phalanx.observe.words import printable
+from phalanx.core.printable import printable
 
 
 def tell(text: str, *, as_problem: bool = False) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from phalanx.checkpoint.best import read_best
 from phalanx.checkpoint.folder import full_place
 from phalanx.core.files import read_json
+from phalanx.core.printable import printable
 from phalanx.core.units import format_bytes
 from phalanx.observe.events import (
     BaselineMeasured,
@@ -23,7 +24,6 @@ from phalanx.observe.events import (
 )
 from phalanx.observe.tail import EventTail
 from phalanx.observe.units import units_of
-from phalanx.observe.words import printable
 from phalanx.plan.pipeline.remedies import LIMIT
 from phalanx.report.bubble import Measured
 from phalanx.report.facts import sent_in_words, untrained

@@ -65,7 +65,7 @@ def verify(request: Request) -> int:
     with printing_json(request.as_json):
         job, cases, notes, beside = _choose(request)
         if not request.as_json:
-            for line in [*notes, *(f"not judged: {text}" for text in beside)]:
+            for line in [*notes, *beside]:
                 print(line)
         table = Table(request.as_json, beside)
         for case in cases:
@@ -85,7 +85,7 @@ def verify(request: Request) -> int:
 
 
 def _choose(request: Request) -> tuple[Job, list[Case], list[str], list[str]]:
-    """(the job as it is judged, its layouts, lines about what is judged, what of the job is not)."""
+    """(the job as it is judged, its layouts, lines about what is judged, lines about what of the job is not)."""
     job_file, overrides = split_arguments(list(request.arguments))
     if request.model is not None:
         key = "kind" if is_foreign(request.model) else "preset"
@@ -246,9 +246,7 @@ class Table:
     def add(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
         if self._as_json:
-            print_json(
-                "verify-row", {**row, "notes": [*row["notes"], *(f"not judged: {text}" for text in self._beside)]}
-            )
+            print_json("verify-row", {**row, "notes": [*row["notes"], *self._beside]})
             return
         if row["ok"] is None:
             self._refused.append(row)

@@ -35,13 +35,18 @@ def is_stacked(part: nn.Module) -> bool:
         return False
     own = part._parameters
     matrices = [own.get(first_of_stack(part)), own.get("down_proj")]
-    is_whole = getattr(part, "is_concatenated", False) or not getattr(part, "has_gate", True)
+    is_whole = getattr(part, "is_concatenated", False) or not has_gate(part)
     return is_whole and len(own) == 2 and all(matrix is not None and matrix.ndim == 3 for matrix in matrices)
+
+
+def has_gate(part: nn.Module) -> bool:
+    """Of transformers' experts."""
+    return bool(getattr(part, "has_gate", True))
 
 
 def first_of_stack(part: nn.Module) -> str:
     """The name of the parameter that rows of an expert meet first."""
-    return "gate_up_proj" if getattr(part, "has_gate", True) else "up_proj"
+    return "gate_up_proj" if has_gate(part) else "up_proj"
 
 
 def output_dim(part: nn.Module) -> int:
@@ -83,7 +88,7 @@ def kind_of(part: nn.Module, *, is_attention: bool) -> str:
     if is_linear(part) or is_grouped(part):
         return "grouped" if is_grouped(part) else "linear"
     if is_stacked(part):
-        return "stacked with gates" if getattr(part, "has_gate", True) else "stacked"
+        return "stacked with gates" if has_gate(part) else "stacked"
     return "embedding" if isinstance(part, nn.Embedding) else type(part).__name__
 
 

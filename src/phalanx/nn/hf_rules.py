@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from phalanx.mesh.linear import first_of_stack, is_linear, is_stacked
+from phalanx.mesh.linear import first_of_stack, has_gate, is_linear, is_stacked
 
 COLUMN, ROW, PARTIAL = "colwise", "rowwise", "replicated_with_grad_allreduce"
 EXPERTS, FUSED_COLUMN = "moe_tp_experts", "packed_colwise"
@@ -82,10 +82,9 @@ def _from_plan(module: Any, plan: dict[str, str]) -> dict[str, str]:
 
 
 def _rules_of_experts(part: nn.Module, pattern: str, plan: dict[str, str]) -> dict[str, str]:
-    has_gate = first_of_stack(part) == "gate_up_proj"
-    wanted = {"": EXPERTS, f".{first_of_stack(part)}": FUSED_COLUMN if has_gate else COLUMN, ".down_proj": ROW}
+    wanted = {"": EXPERTS, f".{first_of_stack(part)}": FUSED_COLUMN if has_gate(part) else COLUMN, ".down_proj": ROW}
     is_covered = all(plan.get(f"{pattern}{name}") == kind for name, kind in wanted.items())
-    return {"": "experts parts=2" if has_gate else "experts"} if is_covered else {}
+    return {"": "experts parts=2" if has_gate(part) else "experts"} if is_covered else {}
 
 
 def _rules_of_part(part: nn.Module, covered: dict[str, str]) -> dict[str, str]:

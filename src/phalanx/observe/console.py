@@ -8,11 +8,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TextIO, cast
 
+from phalanx.core.printable import printable
 from phalanx.core.units import format_bytes, format_count, format_seconds
 from phalanx.observe import events
 from phalanx.observe.events import Envelope, EvalFinished, StepFinished
 from phalanx.observe.units import TEXT, Units
-from phalanx.observe.words import describe, printable
+from phalanx.observe.words import describe
 
 AVERAGED_STEPS = 20  # the first steps are slow (allocation, compilation); a short memory forgets them soon
 REDRAW_S = 0.1

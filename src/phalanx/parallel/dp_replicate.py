@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.core.errors import LayoutError
+from phalanx.core.units import plural
 from phalanx.mesh.compat import ddp_buffer_option
 from phalanx.mesh.logical import full_name
 from phalanx.parallel.batchnorm import differing_buffers
@@ -165,10 +166,9 @@ class _ExposedWait:
         if missing and self._unused is not None:
             self._unused.update(names)
         elif missing:
-            count = "1 parameter" if len(names) == 1 else f"{len(names)} parameters"
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise LayoutError(
-                f"{count} had no part in the loss: {', '.join(names[:3])}{more}",
+                f"{plural(len(names), 'parameter')} had no part in the loss: {', '.join(names[:3])}{more}",
                 fix="freeze them (requires_grad_(False)), use them in every microbatch, or set "
                 "parallel.unused_parameters=allow",
             )

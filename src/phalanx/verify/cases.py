@@ -63,9 +63,10 @@ def judged_job(job: Job, num_ranks: int) -> Job:
 
 
 def not_judged(job: Job) -> list[str]:
-    """What `judged_job` leaves out of a job that asks for it."""
+    """What `judged_job` leaves out of a job that asks for it, a line each."""
     compute = job.precision.compute
-    return [] if compute == "fp32" else [f"precision.compute={compute}: layouts are judged in float64 and float32"]
+    said = f"not judged: precision.compute={compute}: layouts are judged in float64 and float32"
+    return [] if compute == "fp32" else [said]
 
 
 def shrunk(job: Job, *, num_blocks: int = 2) -> tuple[Job, str]:

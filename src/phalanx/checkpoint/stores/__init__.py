@@ -94,10 +94,10 @@ def _url_in_job(run_dir: Path) -> str | None:
 def newest_step(store: Store) -> int:
     """The step of the newest checkpoint whose manifest can be read; 0 if there is none, or no answer of the store."""
     try:
-        folders = sorted(store.folders(), key=lambda folder: folder.step, reverse=True)
+        folders = store.folders()
     except (OSError, CheckpointError):
         return 0
-    for folder in folders:
+    for folder in reversed(folders):
         with suppress(CheckpointError):
             read_manifest(folder)
             return folder.step
