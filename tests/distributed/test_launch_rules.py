@@ -167,7 +167,7 @@ class TestVerdict:
         assert lines[1].startswith("Traceback")
         assert lines[-3:] == [
             "ValueError: boom",
-            "ranks 0, 3: connection closed, because of that",
+            "ranks 0, 1, 3: ended because of that",
             "rank 4: KeyError: 'other'",
         ]
         assert (failure.rank, failure.restartable, failure.exit_code) == (2, True, 1)

@@ -314,12 +314,17 @@ def test_a_shard_that_was_damaged_meanwhile_is_built_again(corpus: Path, tmp_pat
 
 
 def test_two_builds_of_one_place(corpus: Path, tmp_path: Path) -> None:
-    def second(progress: BuildProgress) -> None:
-        if progress.num_shards_done == 1:
-            with pytest.raises(RunLockedError, match="another build is writing there"):
-                build(corpus, tmp_path / "out")
+    shards_done: list[int] = []
 
-    build(corpus, tmp_path / "out", progress=second)
+    def second(progress: BuildProgress) -> None:
+        with pytest.raises(RunLockedError, match="another build is writing there"):
+            build(corpus, tmp_path / "out")
+        shards_done.append(progress.num_shards_done)
+
+    dataset = build(corpus, tmp_path / "out", progress=second)
+    assert shards_done[0] < len(dataset.shards), "the second build was refused while the first had shards to write"
+    build(corpus, tmp_path / "straight")
+    assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "straight")
 
 
 @pytest.mark.parametrize("shard_bytes", [SMALL, 2 * SMALL])

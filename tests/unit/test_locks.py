@@ -14,7 +14,7 @@ import pytest
 
 from phalanx.checkpoint import locks
 from phalanx.checkpoint.epoch import EPOCH, read_epoch
-from phalanx.checkpoint.locks import LOCK_NAME, hold_run_lock
+from phalanx.checkpoint.locks import LOCK_NAME, hold_run_lock, refuse_if_held
 from phalanx.core.errors import CheckpointError, ResourceError, RunLockedError
 
 HOLD = """
@@ -95,6 +95,25 @@ def test_a_live_job_is_named_at_once(tmp_path: Path) -> None:
         end(process)
     with hold_run_lock(tmp_path):
         pass
+
+
+def test_a_look_refuses_what_taking_would_refuse_and_changes_nothing(tmp_path: Path) -> None:
+    refuse_if_held(tmp_path / "nowhere")
+    refuse_if_held(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    process = start(HOLD, tmp_path)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        before = (tmp_path / LOCK_NAME).read_bytes()
+        with pytest.raises(RunLockedError, match=f"in use by process {process.pid} on "):
+            refuse_if_held(tmp_path)
+        assert (tmp_path / LOCK_NAME).read_bytes() == before
+        process.kill()
+    finally:
+        end(process)
+    refuse_if_held(tmp_path)  # a dead job's
+    assert (tmp_path / LOCK_NAME).read_bytes() == before
 
 
 def test_one_process_cannot_hold_it_twice(tmp_path: Path) -> None:

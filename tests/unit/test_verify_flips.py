@@ -65,9 +65,12 @@ def test_forced_choices_are_taken_and_those_that_differ_are_told() -> None:
     assert (found.router, found.phase, found.row, found.token) == (ROUTER, "step-0", 3, 2)
     assert (found.expert, found.instead) == (left, taken)
     assert found.margin > 0
-    differs = (changed != hidden).any(-1)
-    assert differs[3, 2]
-    assert differs.sum() == 1, "the last block's other tokens are as they were"
+    # Experts get other numbers of tokens, and products of other sizes may round otherwise: on some CPUs other tokens
+    # of these experts differ in their last bits. A token that another expert computed differs in its first digits.
+    error = (changed - hidden).norm(dim=-1) / hidden.norm(dim=-1)
+    assert error[3, 2] > 1e-2
+    error[3, 2] = 0
+    assert error.max() < 1e-5, "the last block's other tokens are as they were"
     assert torch.equal(forced.found[KEY], other[KEY])
 
 

@@ -94,6 +94,16 @@ def hold_run_lock(run_dir: Path) -> Iterator[Lock]:
         _release(lock)
 
 
+def refuse_if_held(run_dir: Path) -> None:
+    """Raise RunLockedError if the lock of `run_dir` names another live job. Changes nothing, and promises nothing:
+    a job that passes still has to take the lock.
+    """
+    path = run_dir / LOCK_NAME
+    holder = _holder_at(path)
+    if holder is not None and not _is_dead(holder):
+        raise _refusal(path, holder)
+
+
 def _take(path: Path) -> Lock:
     deadline = time.monotonic() + _PATIENCE_S
     while True:
@@ -138,7 +148,7 @@ def _is_ours(lock: Lock) -> bool:
 
 def _holder_at(path: Path) -> Holder | None:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return None
     try:

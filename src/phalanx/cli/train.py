@@ -44,13 +44,19 @@ def command(
     """
     from phalanx.cli._arguments import split_arguments
     from phalanx.cli._json import printing_json
-    from phalanx.cli._run import explain_job, train
 
     with printing_json(as_json):
         job_file, overrides = split_arguments(arguments or [], allow_file=resume is None)
         if fallback:
             overrides = [*overrides, "checkpoint.fallback=true"]
         if explain:
+            from phalanx.cli._run import explain_job
+
             explain_job(job_file, overrides, resume, as_json=as_json)
             return 0
+        from phalanx.cli._in_use import refuse_run_in_use
+
+        refuse_run_in_use(job_file, overrides, resume)
+        from phalanx.cli._run import train
+
         return train(job_file, overrides, resume, as_json=as_json)

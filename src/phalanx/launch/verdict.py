@@ -207,9 +207,14 @@ def _last_words(left: RankExit, log: Path, num_lines: int = 25) -> list[str]:
 
 
 def _others(root: int, root_report: ErrorReport | None, end: AttemptEnd) -> list[str]:
-    """One line for all ranks that fell with the first, and one for each that had an error of its own."""
-    fallen = sorted(rank for rank, report in end.reports.items() if rank != root and report.secondary)
-    lines = [f"{_ranks(fallen)}: connection closed, because of that"] if fallen else []
+    """One line for all ranks that ended with the first, and one for each that had an error of its own.
+
+    A rank that we killed before it noticed ended because of that, too: on a busy machine few notice in time.
+    """
+    secondary = {rank for rank, report in end.reports.items() if report.secondary}
+    killed = {rank for rank, left in end.exits.items() if left.by_us and rank not in end.reports}
+    fallen = sorted((secondary | killed) - {root})
+    lines = [f"{_ranks(fallen)}: ended because of that"] if fallen else []
     by_line: dict[str, list[int]] = {}
     for rank, report in sorted(end.reports.items()):
         if rank != root and not report.secondary:

@@ -1,0 +1,23 @@
+"""A look at the lock of a run directory before anything slow is imported, so that a run in use is refused at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from phalanx.checkpoint.locks import refuse_if_held
+from phalanx.job.load import load_job
+from phalanx.launch.external import external_ranks
+
+
+def refuse_run_in_use(job_file: str | None, overrides: Sequence[str], resume: str | None) -> None:
+    """Raise RunLockedError (exit 9) if a live job holds the run directory that these arguments lead to.
+
+    Raises JobError for a job that cannot be loaded. Ranks of another launcher share one lock: only the leader takes it.
+    """
+    if external_ranks(os.environ) is not None:
+        return
+    run_dir = resume if resume is not None else load_job(job_file, overrides).run.dir
+    if run_dir:
+        refuse_if_held(Path(run_dir))
