@@ -22,13 +22,13 @@ import psutil
 import warm
 from phalanx.checkpoint.manifest import list_checkpoints, read_manifest
 from phalanx.checkpoint.verify import verify_checkpoint
+from phalanx.core.launchers import PREFIXES, TORCH_VARIABLES
 from phalanx.observe.events import Envelope, Event, parse_line
 
 PHALANX = [sys.executable, warm.__file__]  # as the next, but ranks start in a moment
 COLD = [sys.executable, "-m", "phalanx"]  # as a user starts it
 DEADLINE_S = 120.0
 SLACK = 3.0  # the machine that runs the tests is busy
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 TINY = (
     "model.num_layers=1",
@@ -72,8 +72,11 @@ def nursery() -> warm.Nursery:
 
 def environment(**more: str | None) -> dict[str, str]:
     """Ours without what a launcher or an earlier test may have left; None removes a variable."""
-    kept = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-    kept.pop("PHALANX_ATTEMPT", None)
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in (*TORCH_VARIABLES, "PHALANX_ATTEMPT") and not name.startswith(PREFIXES)
+    }
     kept |= nursery().variables()
     for name, value in more.items():
         kept.pop(name, None)

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from commands import (
-    LAUNCHER_VARIABLES,
     SLACK,
     TINY,
     Done,
@@ -71,7 +70,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     write_text(tmp_path / "text")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in LAUNCHER_VARIABLES:
+    for name in set(os.environ) - set(environment()):  # a launcher's
         monkeypatch.delenv(name, raising=False)
     return Home(tmp_path, capsys)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,3 +81,59 @@ def test_ranks_started_by_hand(reference: Reference) -> None:
     assert done[1].out == ""
     assert loss_curve(copy) == loss_curve(reference.dir)
     assert weights(copy) == weights(reference.dir)
+
+
+SLURM = {"SLURM_JOB_NODELIST": "localhost", "SLURM_NTASKS": "2"}
+
+
+def of_slurm(rank: int, port: int) -> dict[str, str]:
+    return SLURM | {"SLURM_JOB_ID": str(port), "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+
+
+def of_open_mpi(rank: int, port: int) -> dict[str, str]:
+    place = {"RANK": rank, "SIZE": 2, "LOCAL_RANK": rank, "LOCAL_SIZE": 2}
+    return {"MASTER_PORT": str(port)} | {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in place.items()}
+
+
+def of_hydra(rank: int, port: int) -> dict[str, str]:
+    return {"PMI_RANK": str(rank), "PMI_SIZE": "2", "PMI_JOBID": str(port)}
+
+
+@pytest.mark.parametrize(
+    ("place_of", "origin"),
+    [(of_slurm, "Slurm"), (of_open_mpi, "Open MPI"), pytest.param(of_hydra, "PMI", marks=pytest.mark.long)],
+)
+def test_tasks_of_another_launcher_train_one_job(
+    reference: Reference, place_of: Callable[[int, int], dict[str, str]], origin: str
+) -> None:
+    """Without a variable of torch's: one training, told by rank 0 alone, with the losses of our own two ranks."""
+    copy, port = reference.interrupted(f"of {origin}"), free_port()
+    tasks = [
+        start("train", "--resume", copy.name, cwd=reference.folder, env=environment(OMP_NUM_THREADS="1") | place)
+        for place in (place_of(0, port), place_of(1, port))
+    ]
+    done = [finish(task) for task in tasks]
+    assert [d.code for d in done] == [0, 0], [d.err for d in done]
+    assert (
+        len(re.findall(rf"^ranks   from {origin}: 2 .*; rank 0 at 127\.0\.0\.1:\d+$", done[0].out, re.MULTILINE)) == 1
+    )
+    assert done[1].out == ""
+    assert loss_curve(copy) == loss_curve(reference.dir)
+    assert weights(copy) == weights(reference.dir)
+
+
+def test_a_batch_script_of_slurm_starts_its_own_ranks(reference: Reference) -> None:
+    """It has SLURM_PROCID and SLURM_NTASKS as a task of srun has, and nobody starts the other one."""
+    copy = reference.interrupted("in a batch script")
+    place = of_slurm(0, 4711) | {"ENVIRONMENT": "BATCH", "SLURM_SUBMIT_DIR": "/somewhere"}
+    done = run("train", "--resume", copy.name, cwd=reference.folder, env=environment() | place)
+    assert done.code == 0, done.err
+    assert loss_curve(copy) == loss_curve(reference.dir)
+
+
+def test_half_of_slurms_variables_are_refused_before_anything_is_written(reference: Reference) -> None:
+    place = of_slurm(1, 4711) | {"SLURM_LOCALID": ""}
+    done = run("train", *JOB, "run.dir=none", cwd=reference.folder, env=environment() | place)
+    assert done.code == 6
+    assert "SLURM_NTASKS is 2 and SLURM_LOCALID is not set" in done.problem
+    assert not (reference.folder / "none").exists()

@@ -18,14 +18,13 @@ import psutil
 
 from phalanx.bench.cases import NUM_RANKS, Row
 from phalanx.bench.contenders import RankTimes, command_of, find_rank_pids, read_times
+from phalanx.core.launchers import PREFIXES, TORCH_VARIABLES
 from phalanx.core.units import KIB
 
 SAMPLE_S = 0.05
 ROW_TIMEOUT_S = 600.0
 STOP_S = 15.0
 NUM_DATA_TOKENS = 400_000
-# What a launcher around us may have set, and would be taken for a rank's place.
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class RowError(Exception):
@@ -122,7 +121,10 @@ def summarise(
 
 def _environment(environ: Mapping[str, str]) -> dict[str, str]:
     """The same for every contender: one thread for each rank, and gloo on the loopback interface."""
-    kept = {name: value for name, value in environ.items() if name not in LAUNCHER_VARIABLES}
+    # What a launcher around us may have set would be taken for a rank's place.
+    kept = {
+        name: value for name, value in environ.items() if name not in TORCH_VARIABLES and not name.startswith(PREFIXES)
+    }
     loopback = "lo" if Path("/sys/class/net/lo").exists() else "lo0"
     return {"GLOO_SOCKET_IFNAME": loopback} | kept | {"OMP_NUM_THREADS": "1"}
 

@@ -24,6 +24,7 @@ from phalanx.cli._run import console_of, is_finished
 from phalanx.core.errors import EnvironmentProblem, ExitCode, PhalanxError
 from phalanx.core.secrets import Redactor
 from phalanx.job.schema import Job
+from phalanx.launch.external import ExternalRanks
 from phalanx.launch.paths import next_attempt
 from phalanx.launch.rank_env import RankEnv
 from phalanx.launch.supervisor import Outcome
@@ -37,12 +38,12 @@ READ_TIMEOUT_S = 20.0
 STATUS = {ExitCode.OK: "finished", ExitCode.PREEMPTED: "preempted", ExitCode.INTERRUPTED: "interrupted"}
 
 
-def train_as_rank(job: Job, run_dir: Path, ranks: RankEnv, *, resume: bool) -> int:
+def train_as_rank(job: Job, run_dir: Path, launched: ExternalRanks, *, resume: bool) -> int:
     """Returns this rank's exit code. Rank 0 speaks for all.
 
     A launcher that starts failed ranks again (torchrun --max-restarts) continues the run in `run.dir`.
     """
-    began_unix_s = time.time()
+    began_unix_s, ranks = time.time(), launched.mine
     store = open_store() if ranks.world_size > 1 else None
     if ranks.rank != 0:
         return _follow(job, ranks, store, began_unix_s)
@@ -50,7 +51,7 @@ def train_as_rank(job: Job, run_dir: Path, ranks: RankEnv, *, resume: bool) -> i
     decision = _Decision(store, ranks.world_size)
     try:
         with prepared_run(job, run_dir, resume=resume, num_ranks=ranks.world_size) as prepared:
-            announce(prepared)
+            announce(prepared, ranks=launched.words)
             if resume and is_finished(run_dir, job):
                 print(f"run     {run_dir}: step {job.train.steps} is done and saved; nothing to do")
                 decision.tell({"error": "finished", "exit_code": int(ExitCode.OK)})

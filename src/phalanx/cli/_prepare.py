@@ -231,10 +231,17 @@ def _forget(run_dir: Path, keep: Callable[[bool], None]) -> None:
         (run_dir / name).unlink(missing_ok=True)
 
 
-def announce(run: Prepared) -> None:
-    """What is about to happen, before it does."""
+def announce(run: Prepared, *, ranks: str = "") -> None:
+    """Print what is about to happen, before it does. `ranks`: where they were read, if a launcher started them."""
     data = [f"data    {line}" for line in (*_data_lines(run.corpus), *run.unverified)]
-    say(f"run     {run.run_dir}", *data, *run.init, *describe(run.plan, of_samples=run.corpus.user is not None))
+    launched = [f"ranks   {ranks}"] if ranks else []
+    say(
+        f"run     {run.run_dir}",
+        *launched,
+        *data,
+        *run.init,
+        *describe(run.plan, of_samples=run.corpus.user is not None),
+    )
 
 
 def _data_lines(corpus: Corpus) -> list[str]:

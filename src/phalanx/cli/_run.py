@@ -99,7 +99,7 @@ def _train(job_file: str | None, overrides: Sequence[str], resume: str | None) -
         from phalanx.cli._external import train_as_rank
 
         code = train_as_rank(job, run_dir, ranks, resume=resume is not None)
-        return code, run_dir if ranks.rank == 0 else None
+        return code, run_dir if ranks.mine.rank == 0 else None
     with prepared_run(job, run_dir, resume=resume is not None, num_ranks=None) as run:
         if is_finished(run.run_dir, run.job):
             print(f"run     {run.run_dir}: step {run.job.train.steps} is done and saved; nothing to do")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from phalanx.core.errors import EnvironmentProblem
+from phalanx.core.launchers import check_range, loopback_interface, read_integer, read_port
 
 SERVER_CHOSE_THREADS = "PHALANX_SERVER_CHOSE_THREADS"  # the server's one thread is not the user's wish for the ranks
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -52,19 +52,13 @@ def rank_variables(ranks: RankEnv, master_port: int, environ: Mapping[str, str])
     return variables | chosen
 
 
-def loopback_interface() -> str:
-    """The name of the interface that holds 127.0.0.1: "lo" on Linux, "lo0" on macOS."""
-    names = [name for _, name in socket.if_nameindex()]
-    return next((name for name in ("lo", "lo0") if name in names), names[0] if names else "lo")
-
-
 def read_rank_env(environ: Mapping[str, str]) -> RankEnv | None:
     """The rank that `environ` describes, or None where it describes none.
 
     Without LOCAL_RANK a rank is alone on its node (as under Kubernetes' PyTorchJob); without LOCAL_WORLD_SIZE all
     ranks share one node. Raises EnvironmentProblem (exit 6) for half a description or an impossible one.
     """
-    rank, world_size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
+    rank, world_size = read_integer(environ, "RANK"), read_integer(environ, "WORLD_SIZE")
     if rank is None and world_size is None:
         return None
     if rank is None or world_size is None:
@@ -72,36 +66,21 @@ def read_rank_env(environ: Mapping[str, str]) -> RankEnv | None:
         raise EnvironmentProblem(
             f"{present} is set and {absent} is not", fix=f"unset {present}, or let the launcher set both"
         )
-    _check_range("RANK", rank, "WORLD_SIZE", world_size)
+    check_range("RANK", rank, "WORLD_SIZE", world_size)
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if world_size > 1 and missing:
         raise EnvironmentProblem(
             f"WORLD_SIZE is {world_size} and {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set",
             fix="set the address and port of rank 0 on every rank, or unset RANK and WORLD_SIZE",
         )
-    _integer(environ, "MASTER_PORT")
-    local_rank, local_world_size = _integer(environ, "LOCAL_RANK"), _integer(environ, "LOCAL_WORLD_SIZE")
+    read_port(environ, "MASTER_PORT")
+    local_rank, local_world_size = read_integer(environ, "LOCAL_RANK"), read_integer(environ, "LOCAL_WORLD_SIZE")
     if local_world_size is None:
         local_world_size = 1 if local_rank is None else world_size
     elif local_rank is None and local_world_size > 1:
         raise EnvironmentProblem(f"LOCAL_WORLD_SIZE is {local_world_size} and LOCAL_RANK is not set", fix="set it")
-    _check_range("LOCAL_RANK", local_rank or 0, "LOCAL_WORLD_SIZE", local_world_size)
-    attempt = _integer(environ, "PHALANX_ATTEMPT")
+    check_range("LOCAL_RANK", local_rank or 0, "LOCAL_WORLD_SIZE", local_world_size)
+    attempt = read_integer(environ, "PHALANX_ATTEMPT")
     if attempt is None:
-        attempt = _integer(environ, "TORCHELASTIC_RESTART_COUNT")
+        attempt = read_integer(environ, "TORCHELASTIC_RESTART_COUNT")
     return RankEnv(rank, world_size, local_rank or 0, local_world_size, attempt or 0)
-
-
-def _integer(environ: Mapping[str, str], name: str) -> int | None:
-    text = environ.get(name, "").strip()
-    if not text:
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise EnvironmentProblem(f"{name} is {text!r}, which is not an integer") from None
-
-
-def _check_range(name: str, value: int, size_name: str, size: int) -> None:
-    if not 0 <= value < size:
-        raise EnvironmentProblem(f"{name} is {value} and {size_name} is {size}", fix=f"{name} counts from 0")

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from phalanx.core.digest import differing_keys, digest
 from phalanx.core.errors import EnvironmentProblem, RanksDifferError
+from phalanx.core.launchers import adopt_launched_rank
 from phalanx.mesh.compat import quiet_torch
 from phalanx.mesh.malloc import return_large_blocks
 from phalanx.plan.layout import AXES, Layout
@@ -25,8 +26,11 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def running_ranks() -> int:
-    """How many ranks there are: those of the open process group, or WORLD_SIZE, or 1."""
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    """How many ranks there are: those of the open process group, or WORLD_SIZE (or what Slurm or MPI call it), or 1."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    adopt_launched_rank(os.environ)
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @dataclass(frozen=True)
@@ -222,6 +226,7 @@ def open_mesh(
     does not arrive within `rendezvous_s`.
     """
     quiet_torch()
+    adopt_launched_rank(os.environ)
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
     ours = False

@@ -1,0 +1,111 @@
+"""Host lists as Slurm writes them (`node[01-03,07],gpu5`), read without asking `scontrol`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_HOST_CHARACTERS = re.compile(r"[A-Za-z0-9._:%-]*")  # an IPv6 address with its zone, too
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """The numbers `low` to `high`, written with at least `width` digits."""
+
+    low: int
+    high: int
+    width: int
+
+    def __len__(self) -> int:
+        return self.high - self.low + 1
+
+    def __iter__(self) -> Iterator[str]:
+        return (f"{number:0{self.width}d}" for number in range(self.low, self.high + 1))
+
+
+@dataclass(frozen=True)
+class NodeList:
+    """Hosts in the order in which they are written. Ranges stay ranges: a list of a million hosts costs nothing."""
+
+    patterns: tuple[tuple[tuple[str | _Numbers, ...], ...], ...]
+    """Of each host pattern its parts in order; of each part the choices (one text, or the ranges of a bracket)."""
+
+    def __len__(self) -> int:
+        return sum(math.prod(sum(map(_count, part)) for part in pattern) for pattern in self.patterns)
+
+    def __iter__(self) -> Iterator[str]:
+        for pattern in self.patterns:
+            yield from _expand(pattern)
+
+
+def parse_nodelist(text: str) -> NodeList:
+    """The hosts of a Slurm node list. Raises ValueError with the reason for a text that is none."""
+    patterns = tuple(_parse_pattern(pattern) for pattern in _split_outside_brackets(text.strip()))
+    return NodeList(patterns)
+
+
+def parse_tasks_per_node(text: str) -> list[int]:
+    """Tasks of each node of Slurm's `2(x3),1`: [2, 2, 2, 1]. Raises ValueError for a text that is none."""
+    counts: list[int] = []
+    for word in text.strip().split(","):
+        match = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,6})\))?", word.strip())
+        if match is None:
+            raise ValueError(f"{word.strip()!r} is not a number of tasks")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _split_outside_brackets(text: str) -> list[str]:
+    patterns, depth, begin = [], 0, 0
+    for place, character in enumerate(text):
+        depth += {"[": 1, "]": -1}.get(character, 0)
+        if depth not in (0, 1):
+            raise ValueError("its brackets do not match")
+        if character == "," and depth == 0:
+            patterns.append(text[begin:place])
+            begin = place + 1
+    if depth:
+        raise ValueError("its brackets do not match")
+    return [*patterns, text[begin:]]
+
+
+def _parse_pattern(pattern: str) -> tuple[tuple[str | _Numbers, ...], ...]:
+    parts: list[tuple[str | _Numbers, ...]] = []
+    for index, part in enumerate(re.split(r"[\[\]]", pattern.strip())):
+        if index % 2:
+            parts.append(tuple(_parse_range(word) for word in part.split(",")))
+        elif _HOST_CHARACTERS.fullmatch(part):
+            parts.append((part,))
+        else:
+            raise ValueError(f"{part!r} is not part of a host's name")
+    if parts == [("",)]:
+        raise ValueError("a host's name is empty")
+    return tuple(parts)
+
+
+def _parse_range(word: str) -> _Numbers:
+    match = _RANGE.fullmatch(word.strip())
+    if match is None or len(word) > 40:
+        raise ValueError(f"{word!r} is not a range of numbers")
+    low, high = int(match[1]), int(match[2] or match[1])
+    if high < low:
+        raise ValueError(f"the range {word} goes down")
+    return _Numbers(low, high, len(match[1]))
+
+
+def _count(choice: str | _Numbers) -> int:
+    return 1 if isinstance(choice, str) else len(choice)
+
+
+def _expand(pattern: tuple[tuple[str | _Numbers, ...], ...]) -> Iterator[str]:
+    """Hosts of one pattern, the last bracket counting fastest."""
+    if not pattern:
+        yield ""
+        return
+    for choice in pattern[0]:
+        for text in (choice,) if isinstance(choice, str) else choice:
+            for rest in _expand(pattern[1:]):
+                yield text + rest
