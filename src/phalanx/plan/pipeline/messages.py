@@ -1,0 +1,161 @@
+"""What the ranks of a pipeline send each other, and when the receiver may ask for each message.
+
+Over gloo a receive costs nothing until its message comes. Over NCCL it is a kernel that spins until the sender's kernel
+runs, and other work of the device can come to stand behind it: kernels that share its hardware queue, and whatever
+waits for the device to drain (loading a kernel at its first use, giving memory back to the driver). A receive that is
+asked for too early then keeps back the very work that its message, or a message of the other side, depends on. So there
+are two rules:
+
+- On every device: a message is asked for when all actions of this rank that it depends on have been queued.
+- Where a receive can keep other work back ("in one queue"): all actions of the schedule stand in one order that is the
+  same on all ranks, and a message is asked for between the own action that comes before its maker in that order and the
+  one that comes after. Each rank's queue, with its sends and receives, is then a part of one common sequence: however
+  much of it waits for what was queued before, some rank can always go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from phalanx.plan.pipeline.order import run
+from phalanx.plan.pipeline.schedule import Action, Kind, Schedule
+
+AHEAD = 2  # messages of a rank that are asked for beyond those that the next two actions need
+
+_COSTS: dict[Kind, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
+"""Any seconds above 0 give an order that no rank waits for ever in; these are near what actions take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """What reaches `stage` of a microbatch: its input, or with `is_gradient` the gradient of its output."""
+
+    stage: int
+    microbatch: int
+    is_gradient: bool
+
+    @property
+    def maker(self) -> int:
+        """The stage it comes from."""
+        return self.stage + (1 if self.is_gradient else -1)
+
+
+def made_by(action: Action, num_stages: int) -> Parcel | None:
+    """What an action makes for another stage: F for the next one, B and I for the one before."""
+    if action.kind == "F" and action.stage + 1 < num_stages:
+        return Parcel(action.stage + 1, action.microbatch, False)
+    if action.kind in ("B", "I") and action.stage > 0:
+        return Parcel(action.stage - 1, action.microbatch, True)
+    return None
+
+
+def needed_by(action: Action, num_stages: int) -> Parcel | None:
+    """What an action needs of another stage: F of the one before, B and I of the next one."""
+    if action.kind == "F" and action.stage > 0:
+        return Parcel(action.stage, action.microbatch, False)
+    if action.kind in ("B", "I") and action.stage + 1 < num_stages:
+        return Parcel(action.stage, action.microbatch, True)
+    return None
+
+
+@dataclass(frozen=True)
+class Messages:
+    """The messages of one pass through a schedule, as one rank sees them.
+
+    `coming`: source rank -> what it sends here, in the order in which it makes it. `asks[i]`: the ranks whose next
+    message is asked for before own action i, in this order. `made_at` and `needed_at`: where in the row of the other
+    rank a message to here is made, and one from here is needed.
+    """
+
+    coming: Mapping[int, tuple[Parcel, ...]]
+    asks: tuple[tuple[int, ...], ...]
+    made_at: Mapping[Parcel, int]
+    needed_at: Mapping[Parcel, int]
+
+
+def plan_messages(schedule: Schedule, rank: int, *, in_one_queue: bool) -> Messages:
+    """The messages of `rank` in a schedule that can run. `in_one_queue`: receives can keep other work back."""
+    coming: dict[int, list[Parcel]] = {}
+    made_at: dict[Parcel, int] = {}
+    needed_at: dict[Parcel, int] = {}
+    num_stages, owners = schedule.num_stages, schedule.rank_of_stage
+    for other, row in enumerate(schedule.actions):
+        for place, action in enumerate(row) if other != rank else ():
+            made, needed = made_by(action, num_stages), needed_by(action, num_stages)
+            if made is not None and owners[made.stage] == rank:
+                coming.setdefault(other, []).append(made)
+                made_at[made] = place
+            if needed is not None and owners[needed.maker] == rank:
+                needed_at[needed] = place
+    order = _common_order(schedule)
+    if in_one_queue:
+        asks = _asks_in_order(schedule, rank, order)
+    else:
+        asks = _asks_ahead(schedule, rank, coming, _own_actions_before(schedule, rank, order))
+    return Messages({source: tuple(parcels) for source, parcels in coming.items()}, asks, made_at, needed_at)
+
+
+def _common_order(schedule: Schedule) -> list[tuple[int, int]]:
+    """(rank, place) of all actions, as they begin on paper. What begins at once is independent; of that, what goes on
+    to another rank first: each message is then asked for beside the action that it is made in."""
+    spans = run(schedule, [_COSTS] * schedule.num_stages).spans_s
+    keys = []
+    for rank, (row, times) in enumerate(zip(schedule.actions, spans, strict=True)):
+        for place, (action, (begin, _)) in enumerate(zip(row, times, strict=True)):
+            turn = (0, action.stage) if action.kind == "F" else (1 if action.kind == "W" else -1, -action.stage)
+            keys.append((begin, turn, rank, place))
+    return [(rank, place) for _, _, rank, place in sorted(keys)]
+
+
+def _asks_in_order(schedule: Schedule, rank: int, order: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
+    """Each message between the own actions that its maker stands between."""
+    asks: list[list[int]] = [[] for _ in schedule.actions[rank]]
+    num_queued = 0
+    for other, place in order:
+        if other == rank:
+            num_queued += 1
+            continue
+        made = made_by(schedule.actions[other][place], schedule.num_stages)
+        if made is not None and schedule.rank_of_stage[made.stage] == rank:
+            asks[num_queued].append(other)
+    return tuple(map(tuple, asks))
+
+
+def _own_actions_before(schedule: Schedule, rank: int, order: Sequence[tuple[int, int]]) -> dict[Parcel, int]:
+    """How many own actions have to be queued before each message of another rank can be made."""
+    makers: dict[Parcel, int] = {}
+    before = [0] * schedule.num_ranks  # of the last action of each rank so far
+    for other, place in order:
+        action = schedule.actions[other][place]
+        needed = needed_by(action, schedule.num_stages)
+        if other == rank:
+            before[other] = place + 1
+        elif needed is not None:
+            before[other] = max(before[other], makers[needed])
+        made = made_by(action, schedule.num_stages)
+        if made is not None:
+            makers[made] = before[other]
+    return makers
+
+
+def _asks_ahead(
+    schedule: Schedule, rank: int, coming: Mapping[int, Sequence[Parcel]], own_before: Mapping[Parcel, int]
+) -> tuple[tuple[int, ...], ...]:
+    """What the next two actions need, and AHEAD more of the same rank, as soon as it depends on nothing to come."""
+    places = {parcel: (source, at) for source, parcels in coming.items() for at, parcel in enumerate(parcels)}
+    num_asked, row, asks = dict.fromkeys(coming, 0), schedule.actions[rank], []
+    for place in range(len(row)):
+        now: list[int] = []
+        for action in row[place : place + 2]:
+            needed = needed_by(action, schedule.num_stages)
+            if needed not in places:
+                continue
+            source, at = places[needed]
+            for wanted in coming[source][num_asked[source] : at + 1 + AHEAD]:
+                if own_before[wanted] > place:
+                    break
+                num_asked[source] += 1
+                now.append(source)
+        asks.append(tuple(now))
+    return tuple(asks)
