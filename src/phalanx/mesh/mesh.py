@@ -24,6 +24,12 @@ from phalanx.plan.layout import AXES, Layout
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
+PIPELINE_VARIABLES = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+"""Of CUDA, for pipelines, unless the user has set them. A kernel that is loaded at its first use can wait for the whole
+device, also for a receive that waits for its sender; and of more streams than there are connections some share one,
+where a receive keeps back the other stream's kernels. The order of messages (`plan.pipeline.messages`) is safe with
+either; these keep it from being slow."""
+
 
 def running_ranks() -> int:
     """How many ranks there are: those of the open process group, or WORLD_SIZE (or what Slurm or MPI call it), or 1."""
@@ -237,6 +243,9 @@ def open_mesh(
             f"the layout ({layout}) needs {layout.world_size} ranks and {world_size} are running",
             fix="start as many ranks as the plan says, or change parallel.*",
         )
+    if layout.pp > 1 and device != "cpu":  # before anything asks the driver, which reads them once
+        for name, value in PIPELINE_VARIABLES.items():
+            os.environ.setdefault(name, value)
     where = choose_device(device, local_rank)
     threads_before = torch.get_num_threads()
     if where.type == "cpu":
@@ -304,6 +313,9 @@ def _join(
             f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))} did not arrive in {rendezvous_s:g} s"
         ) from None
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    # No device_id: with it NCCL opens one communicator at once, whose one stream all unbatched sends and receives of a
+    # group then share. A pipeline asks for messages of several ranks ahead, in an order of its own: it needs the
+    # communicators of two ranks each that are opened at first use.
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=timeout_s)
     )
