@@ -33,7 +33,10 @@ MODULES = (PROBE, SERVER)
 # What they import, but not they themselves: each runs as `__main__`.
 IMPORTED = ("torch", "torch._dynamo", "phalanx.cli._rank", "phalanx.verify.rank", "phalanx.nn.hf", "runpy")
 # Variables that are read when an interpreter or a library starts: with others than the nursery's there is no fork.
-AT_START = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH", "LD_", "MALLOC_", "GLIBC_", "CUDA_", "GOMP_")
+AT_START = (
+    *("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "ATEN_", "ONEDNN_", "DNNL_"),
+    *("TORCH", "PYTORCH", "LD_", "MALLOC_", "GLIBC_", "CUDA_", "GOMP_"),
+)
 NOT_AT_START = ("PYTHONPATH",)
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 MAX_BYTES, MAX_FDS, FAR = 1 << 18, 16, 200

@@ -152,6 +152,8 @@ def _train(run: RankRun, bus: Bus, phases: Phases, meter: MemoryMeter, stop: Sto
                 for warning in plan.warnings:
                     bus.emit(Note("warning", {"warning": warning.code, "text": warning.text}))
                 say_batch_change(job, plan, state, bus)
+                if state.other_cpu:
+                    bus.emit(Note("another_cpu", {"why": state.other_cpu}))
                 if state.lost_reduction:
                     bus.emit(Note("compression_starts_anew", {"why": state.lost_reduction}))
             phases.leave("startup")

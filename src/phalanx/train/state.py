@@ -18,6 +18,7 @@ from phalanx.checkpoint.saver import Snapshot
 from phalanx.checkpoint.stores.protocol import Store
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import Phases
+from phalanx.mesh.cpu_kind import describe_cpu_kind
 from phalanx.mesh.logical import LogicalShard
 from phalanx.optim.build import optimizer_shards
 from phalanx.optim.state import Put, Undo, group_values, make_slots, numbers_of, places_of, tensors_of
@@ -25,6 +26,8 @@ from phalanx.parallel.loss_scale import require_facts
 from phalanx.parallel.model import ParallelModel
 
 LOSS_SCALE = "loss_scale"  # among the facts of a run in fp16
+CPU_KIND = "cpu_kind"  # among the facts of a run on CPUs since checkpoints say it
+NOT_IN_ALL = {LOSS_SCALE, CPU_KIND}
 
 
 @dataclass
@@ -45,6 +48,8 @@ class TrainState:
     samples_seen: int = 0
     lost_reduction: str = ""
     """Why `restore` left the state of compressed gradients in the checkpoint; empty if it did not."""
+    other_cpu: str = ""
+    """Why steps after `restore` may round otherwise than on the machine before; empty if the CPUs are of one kind."""
 
     def __post_init__(self) -> None:
         self._built = group_values(self.optimizer)
@@ -75,6 +80,7 @@ class TrainState:
             "tokenizer": self.tokenizer,
             "optimizer": {"kind": type(self.optimizer).__name__, "numbers": numbers},
             **({LOSS_SCALE: scale.facts()} if scale is not None else {}),
+            **({CPU_KIND: describe_cpu_kind()} if self.model.mesh.device.type == "cpu" else {}),
         }
 
     def snapshot(self) -> Snapshot:
@@ -140,6 +146,20 @@ class TrainState:
             self.model.loss_scale.restore(facts[LOSS_SCALE])
         self.step, self.tokens_seen = int(facts["step"]), int(facts["tokens_seen"])
         self.samples_seen = int(facts["samples_seen"])
+        self.other_cpu = self._compare_cpu(facts.get(CPU_KIND))
+
+    def _compare_cpu(self, then: object) -> str:
+        """Why the steps after a checkpoint that was written on the CPU kind `then` may round otherwise; "" if equal.
+
+        "" as well where the checkpoint does not say it, or where training is not on CPUs.
+        """
+        now = self.facts().get(CPU_KIND)
+        if now is None or not isinstance(then, str) or then == now:
+            return ""
+        return (
+            f"the checkpoint was written on {then}, and this is {now}: the weights are equal, "
+            "but the steps from here may round otherwise than an uninterrupted run's"
+        )
 
     def _fitting_reduction(self, manifest: Manifest, shards: dict[str, LogicalShard]) -> Manifest:
         """What was not sent yet belongs to the ranks that kept it: other ranks, or another compression, begin anew.
@@ -159,7 +179,7 @@ class TrainState:
         return manifest.without(REDUCTION)
 
     def _require_same_run(self, manifest: Manifest, where: str) -> None:
-        missing = sorted(set(self.facts()) - set(manifest.facts) - {LOSS_SCALE})
+        missing = sorted(set(self.facts()) - set(manifest.facts) - NOT_IN_ALL)
         if missing:
             raise CheckpointError(f"it does not say {', '.join(missing)}", where=where)
         if LOSS_SCALE in manifest.facts:
