@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from phalanx.core.units import describe_error
+
 MIB = 2**20
 CHOICES: dict[str, tuple[str, ...]] = {
     "ddp": ("parallel.dp_replicate={ranks}",),
@@ -92,15 +94,15 @@ def events(run_dir: Path) -> Iterator[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    yield "| choice | ranks | microbatches | states predicted | states held | peak predicted | peak measured | ratio |"
-    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
+    yield "| choice | ranks | microbatches | states predicted | states held | peak predicted | peak measured | the plan was |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |"
     for row in rows:
         predicted, measured = row["predicted"], row["measured"]
         states = [sum(of[k] for k in ("parameters", "gradients", "optimizer")) / MIB for of in (predicted, measured)]
         peaks = [of["peak"] / MIB for of in (predicted, measured)]
         numbers = [*states, *peaks]
         cells = [row["choice"], str(row["ranks"]), str(row["microbatches"]), *(f"{n:,.0f} MiB" for n in numbers)]
-        yield "| " + " | ".join([*cells, f"{peaks[1] / peaks[0]:.2f}"]) + " |"
+        yield "| " + " | ".join([*cells, describe_error(*peaks)]) + " |"
 
 
 if __name__ == "__main__":

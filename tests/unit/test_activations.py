@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from alive import Alive
 from models import CPU
 from phalanx.job.counts import experts_params
 from phalanx.job.schema import Job, Model
@@ -119,30 +117,6 @@ def test_recompute_keeps_the_inputs_of_blocks_and_one_block() -> None:
     assert activation_bytes(
         replace(BASE, num_layers=1), replace(work, recompute="full")
     ) == boundary + activation_bytes(replace(BASE, num_layers=1), work)
-
-
-class Alive(TorchDispatchMode):
-    """Bytes of the storages that operations made and that are still there, now and at the worst moment."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._known:
-                storage = tensor.untyped_storage()
-                self._known.add(storage._cdata)
-                self.now += storage.nbytes()
-                weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
-        self.most = max(self.most, self.now)
-        return out
-
-    def _gone(self, known: int, num_bytes: int) -> None:
-        self._known.discard(known)
-        self.now -= num_bytes
 
 
 def alive_with(mode: str, shape: ModelShape, precision: str) -> tuple[int, int, float, float]:

@@ -9,9 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from alive import Alive
 from phalanx.core.batch import IGNORE_INDEX
 from phalanx.core.errors import LayoutError
-from phalanx.nn.objective import CausalOutput, causal_cross_entropy, token_cross_entropy
+from phalanx.job.shape import ModelShape
+from phalanx.nn.objective import CausalOutput, HeadOutput, causal_cross_entropy, token_cross_entropy
+from phalanx.plan.memory import Workload, loss_bytes
 
 B, T, D, V = 3, 7, 6, 29
 N = B * T
@@ -116,6 +119,28 @@ def test_logits_never_exist_for_more_than_a_chunk(chunk: int) -> None:
     with Tallest() as seen:
         token_cross_entropy(hidden @ head.T, {"targets": targets})
     assert seen.rows == N  # what the mode would have seen
+
+
+@pytest.mark.parametrize("output", [CausalOutput, HeadOutput], ids=["built in", "Hugging Face"])
+@pytest.mark.parametrize("chunk", [64, 256, 1024])
+@pytest.mark.parametrize("dim", [64, 512])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_loss_over_several_chunks_holds_one_of_them(
+    output: type[CausalOutput], chunk: int, dim: int, precision: str
+) -> None:
+    """Neither the logits of the chunk before nor a second gradient of the head are there, and the plan counts the rest."""
+    num_tokens, vocab = 1024, 2048
+    hidden = torch.randn(1, num_tokens, dim).to(torch.float32 if precision == "fp32" else torch.bfloat16)
+    head = torch.randn(vocab, dim, requires_grad=True)
+    targets = torch.randint(vocab, (1, num_tokens))
+    with Alive() as alive:
+        loss, _ = causal_cross_entropy(chunk)(output(hidden.requires_grad_(), head), {"targets": targets})
+        loss.backward()
+    shape = ModelShape(1, dim, 1, 1, dim, dim, vocab, True)
+    planned = loss_bytes(shape, Workload(1, num_tokens, precision, "none", chunk))
+    # What went in: views of it are counted as made. In bf16 the head's cast counts as communication in a plan.
+    given = hidden.untyped_storage().nbytes() + vocab * dim * (4 if precision == "fp32" else 2)
+    assert alive.most - given == pytest.approx(planned, rel=0.03)
 
 
 def test_logits_of_a_users_model_are_read() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.core.units import format_bytes, format_count, format_seconds
+from phalanx.core.units import describe_error, format_bytes, format_count, format_seconds
 
 
 @pytest.mark.parametrize(
@@ -65,3 +65,20 @@ def test_counts(value: float, text: str) -> None:
 )
 def test_seconds(value: float, text: str) -> None:
     assert format_seconds(value) == text
+
+
+@pytest.mark.parametrize(
+    ("predicted", "measured", "text"),
+    [
+        (158, 165, "4 % too low"),
+        (291.5, 52.8, "452 % too high"),
+        (100.4, 100, "right to 1 %"),
+        (0, 0, "right to 1 %"),
+        (0, 5, "100 % too low"),
+        (5, 0, "–"),
+        (float("nan"), 5, "–"),
+        (5, float("inf"), "–"),
+    ],
+)
+def test_the_error_of_a_prediction_says_which_way(predicted: float, measured: float, text: str) -> None:
+    assert describe_error(predicted, measured) == text

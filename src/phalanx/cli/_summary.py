@@ -9,7 +9,7 @@ from phalanx.checkpoint.best import read_best
 from phalanx.checkpoint.folder import full_place
 from phalanx.core.files import read_json
 from phalanx.core.printable import printable
-from phalanx.core.units import format_bytes
+from phalanx.core.units import describe_error, format_bytes
 from phalanx.observe.events import (
     BaselineMeasured,
     CheckpointSaved,
@@ -124,7 +124,7 @@ def _memory_lines(memory: MemoryMeasured) -> list[str]:
     predicted, measured = memory.predicted_bytes.get("peak", 0), memory.measured_bytes.get("peak", 0)
     if not predicted or not measured:
         return []
-    error = f"{(predicted - measured) / measured:+.0%}"
+    error = f"the plan was {describe_error(predicted, measured)}"
     if not memory.predicts_activations:
         error = "activations not predicted"
     return [

@@ -46,6 +46,19 @@ def format_seconds(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} m"
 
 
+def describe_error(predicted: float, measured: float) -> str:
+    """What a prediction's error is, in % of what was measured: '4 % too low', '12 % too high', 'right to 1 %'.
+
+    Every place that shows a prediction beside a measurement says it in these words. '–' where one of them is missing.
+    """
+    if not (math.isfinite(predicted) and math.isfinite(measured)) or (predicted != measured and measured <= 0):
+        return "–"
+    error = 0.0 if predicted == measured else (predicted - measured) / measured
+    if abs(error) < 0.005:
+        return "right to 1 %"
+    return f"{100 * abs(error):.0f} % too {'low' if error < 0 else 'high'}"
+
+
 def plural(number: int, noun: str, nouns: str = "") -> str:
     """A number and what it counts: '1 rank', '2 ranks', '1,500 steps'. `nouns`: of many, where an s is not enough."""
     return f"{number:,} {noun if number == 1 else nouns or f'{noun}s'}"

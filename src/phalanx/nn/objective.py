@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -160,11 +161,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             hidden = hidden_ND[rows]
             logits = (hidden @ head.T).to(wide)
             loss_sum += _loss_and_gradient(logits, targets_N[rows], vocabulary)
-            if grad_hidden is None or grad_head is None:
-                continue
             grad_logits = logits.to(hidden.dtype)
-            torch.mm(grad_logits, head, out=grad_hidden[rows])
-            grad_head += grad_logits.T @ hidden
+            del logits  # in bf16 its gradient is a copy, and the head's gradient takes the room
+            if grad_hidden is not None and grad_head is not None:
+                torch.mm(grad_logits, head, out=grad_hidden[rows])
+                _add_head_gradient(grad_head, grad_logits, hidden)
+            del grad_logits  # or it would lie beside the logits of the next chunk
         if grad:
             ctx.save_for_backward(grad_hidden, grad_head)
             ctx.head_dtype = head_VD.dtype
@@ -177,6 +179,21 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_hidden.mul_(grad_loss)
         grad_head.mul_(grad_loss)
         return grad_hidden, grad_head.to(ctx.head_dtype), None, None, None, None
+
+
+def _add_head_gradient(grad_head_VD: torch.Tensor, grad_logits_CV: torch.Tensor, hidden_CD: torch.Tensor) -> None:
+    """Add a chunk's part of the head's gradient in place.
+
+    In the compute type a product cannot be added to a wider sum as it is made: it exists, in as many parts of the
+    vocabulary as keep it below the chunk's logits, whose room is free by now.
+    """
+    if grad_logits_CV.dtype == grad_head_VD.dtype:
+        grad_head_VD.addmm_(grad_logits_CV.T, hidden_CD)
+        return
+    num_rows, dim = hidden_CD.shape
+    parts = math.ceil(dim * hidden_CD.element_size() / (num_rows * grad_head_VD.element_size()))
+    for grad_VD, grad_CV in zip(grad_head_VD.chunk(parts), grad_logits_CV.chunk(parts, dim=1), strict=True):
+        grad_VD += grad_CV.T @ hidden_CD
 
 
 class _VocabularyCrossEntropy(torch.autograd.Function):

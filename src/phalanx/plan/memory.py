@@ -212,13 +212,14 @@ def mask_bytes(shape: ModelShape, work: Workload) -> int:
 def loss_bytes(shape: ModelShape, work: Workload) -> float:
     """Bytes of the chunked cross-entropy: fp32 logits of one chunk, gradients of hidden states and head.
 
-    In bf16 a chunk also exists in the compute type twice: as it leaves the matmul and as it enters the next. Over
-    classes there are no chunks: logits, their log-softmax and its gradient in fp32.
+    In bf16 a chunk also exists in the compute type: as it leaves the matmul, and again as it enters the next. The chunk
+    before is gone by then, and the head's gradient adds up in place. Over classes there are no chunks: logits, their
+    log-softmax and its gradient in fp32.
     """
     if shape.reads_images:
         return 3 * 4 * work.micro_batch_size * shape.num_classes
     chunk = min(work.loss_chunk_tokens, work.tokens)
-    low = 0 if work.compute_bytes == 4 else 2 * work.compute_bytes
+    low = 0 if work.compute_bytes == 4 else work.compute_bytes
     logits = chunk * shape.vocab_size * (4 + low)
     return logits + work.tokens * shape.dim * work.compute_bytes + shape.vocab_size * shape.dim * 4
 

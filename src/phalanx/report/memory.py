@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
+from phalanx.core.units import describe_error
 from phalanx.observe.events import MemoryMeasured
 from phalanx.report import words
 from phalanx.report.charts import legend, stacked_bar
@@ -43,7 +44,7 @@ def memory_section(facts: RunFacts) -> Html:
     whole = max(max(total(event.predicted_bytes), total(event.measured_bytes), 1.0) for event in events)
     rows = [_rank_row(rank, facts.memory[rank], whole, colour) for rank in ranks]
     left_out = len(facts.memory) - len(ranks)
-    note = "Bytes on top of the runtime (interpreter and torch). Error: predicted minus measured, in % of measured."
+    note = "Bytes on top of the runtime (interpreter and torch). Error: how far the plan was off, in % of what was measured."
     if left_out:
         note += f" The first {MAX_RANKS} ranks are shown; {left_out} are left out."
     return tag(
@@ -112,4 +113,4 @@ def _error(event: MemoryMeasured, name: str, predicted: float, measured: float) 
     """Where the plan knew nothing of the activations, neither they nor the sum can be wrong."""
     if name in (TOTAL, "activations") and not event.predicts_activations:
         return "activations not predicted"
-    return words.percent(predicted - measured, measured, signed=True)
+    return describe_error(predicted, measured)

@@ -57,11 +57,11 @@ def loss(value: float, unit: str) -> str:
     return f"{value:.4f} {unit}".rstrip() if math.isfinite(value) else NOT_MEASURED
 
 
-def percent(part: float, whole: float, *, signed: bool = False) -> str:
+def percent(part: float, whole: float) -> str:
     if not (math.isfinite(part) and math.isfinite(whole) and whole):
         return "–"
     value = round(100 * part / whole, 1) or 0.0  # never "-0.0"
-    return f"{value:+.1f} %" if signed and value else f"{value:.1f} %"
+    return f"{value:.1f} %"
 
 
 def judged(event: EvalFinished) -> str:
