@@ -293,7 +293,7 @@ def test_the_page_says_what_the_events_say(whole: Run) -> None:
         "rank 1 failed at step 20 in backward: exception",
         "restart 1 of at most 3, from step 10",
         "100 ms 100 ms 100 ms 100 ms 14.0 ms (14.0 %)",
-        "3.9 MiB 4.4 MiB -11.1 %",
+        "3.9 MiB 4.4 MiB 11 % too low",
         "2 ranks as dp_replicate=2, on cpu, in fp32.",
         "Predicted memory per rank is 3.9 MiB, 0.4 % of the 1.0 GiB it may use: it fits.",
         "chosen: simplest",

@@ -29,7 +29,11 @@ MIB = 2**20
 @pytest.mark.parametrize(
     ("predicted", "said", "on_page"),
     [
-        ({"parameters": MIB, "activations": 2 * MIB}, "3.0 MiB predicted, 6.0 MiB measured (the plan was 50 % too low)", 0),
+        (
+            {"parameters": MIB, "activations": 2 * MIB},
+            "3.0 MiB predicted, 6.0 MiB measured (the plan was 50 % too low)",
+            0,
+        ),
         ({"parameters": MIB}, "1.0 MiB predicted, 6.0 MiB measured (activations not predicted)", 3),
         ({"parameters": MIB, "activations": 0}, "1.0 MiB predicted, 6.0 MiB measured (activations not predicted)", 3),
     ],
