@@ -94,7 +94,7 @@ def events(run_dir: Path) -> Iterator[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    yield "| choice | ranks | microbatches | states predicted | states held | peak predicted | peak measured | the plan was |"
+    yield "| choice | ranks | microbatches | states predicted | states held | predicted | measured | the plan was |"
     yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |"
     for row in rows:
         predicted, measured = row["predicted"], row["measured"]

@@ -128,7 +128,7 @@ def test_logits_never_exist_for_more_than_a_chunk(chunk: int) -> None:
 def test_a_loss_over_several_chunks_holds_one_of_them(
     output: type[CausalOutput], chunk: int, dim: int, precision: str
 ) -> None:
-    """Neither the logits of the chunk before nor a second gradient of the head are there, and the plan counts the rest."""
+    """Neither logits of the chunk before nor a second gradient of the head are there; the plan counts the rest."""
     num_tokens, vocab = 1024, 2048
     hidden = torch.randn(1, num_tokens, dim).to(torch.float32 if precision == "fp32" else torch.bfloat16)
     head = torch.randn(vocab, dim, requires_grad=True)

@@ -44,7 +44,7 @@ def memory_section(facts: RunFacts) -> Html:
     whole = max(max(total(event.predicted_bytes), total(event.measured_bytes), 1.0) for event in events)
     rows = [_rank_row(rank, facts.memory[rank], whole, colour) for rank in ranks]
     left_out = len(facts.memory) - len(ranks)
-    note = "Bytes on top of the runtime (interpreter and torch). Error: how far the plan was off, in % of what was measured."
+    note = "Bytes on top of the runtime (interpreter and torch). Errors of the plan are in % of what was measured."
     if left_out:
         note += f" The first {MAX_RANKS} ranks are shown; {left_out} are left out."
     return tag(
