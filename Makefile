@@ -7,7 +7,7 @@ READY := .venv/.ready
 # About half of the tests by time, run beside the others.
 BESIDE := tests/contracts tests/unit tests/drills $(sort $(wildcard tests/distributed/test_v*.py))
 
-.PHONY: help venv train test test-all lint format bench bench-checkpoint gpu-check wheels docs clean
+.PHONY: help venv train test test-all test-elsewhere lint format bench bench-checkpoint gpu-check wheels docs clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -35,6 +35,9 @@ test: $(READY)  ## lint, types, floors and the tests that CI runs
 test-all: $(READY)  ## and the long campaigns
 	$(MAKE) --no-print-directory lint
 	$(BIN)/python -m pytest
+
+test-elsewhere: $(READY)  ## what asserts bits or deadlines, on other instruction sets, one core, busy cores; 45 minutes, resumable
+	$(BIN)/python tests/elsewhere.py $(VARIANTS)
 
 lint: $(READY)  ## format, lint, types of the torch-free rooms, imports between floors
 	$(BIN)/ruff format --check src tests examples benchmarks docs

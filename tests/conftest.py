@@ -12,6 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `ranks` and other helpers beside the tests
 
+import marks
 from commands import nursery
 from warm import popen
 
@@ -31,3 +32,13 @@ def warm_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", popen)
     for name, value in nursery().variables().items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Give tests the marks `bits` and `deadline` where somebody selects by them."""
+    if not {"bits", "deadline"} & set(str(config.getoption("markexpr")).replace("(", " ").replace(")", " ").split()):
+        return
+    for item in items:
+        for name in marks.marks_of_tests(item.path).get(getattr(item, "originalname", item.name), set()):
+            item.add_marker(name)
