@@ -59,7 +59,7 @@ def test_a_variant_runs_its_tests_and_goes_on_from_its_record(tmp_path: Path, mo
     (tests / "test_bits.py").write_text(BITS)
     (tests / "test_others.py").write_text(OTHERS)
     monkeypatch.setenv("MENDED", str(mended))
-    variant = Variant("plain", ("bits",))
+    variant = Variant("plain", ("bits",), {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
 
     stopped = run_variant(variant, records, 0, 0.0, CORES, tests)
     assert stopped.not_run > 0
