@@ -10,7 +10,11 @@ def main() -> None:
         print("phalanx: Windows is not supported; use WSL or Linux", file=sys.stderr)
         sys.exit(6)
     from phalanx.cli._app import run
+    from phalanx.cli._output import open_closed_streams
+    from phalanx.core.terminal import filter_output
 
+    open_closed_streams()
+    filter_output()  # to the very end: what is printed while the interpreter leaves, too
     code = run(sys.argv[1:])
     if "torch" in sys.modules:  # a rank of another launcher; no other command imports torch
         from phalanx.launch.rank import leave

@@ -14,10 +14,10 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from phalanx.cli._output import open_closed_streams, silence, without_secrets
+from phalanx.cli._output import open_closed_streams, silence
 from phalanx.core.errors import ExitCode, JobError, PhalanxError, did_you_mean
-from phalanx.core.printable import printable
 from phalanx.core.registry import names
+from phalanx.core.terminal import safe_output
 
 PACKAGE = "phalanx.cli"
 TRY = "Try it: phalanx train (a small decoder on this interpreter's own source text, two ranks or more)"
@@ -132,6 +132,11 @@ def build() -> Any:
 def run(arguments: Sequence[str]) -> int:
     """Run one command line; returns the exit code. User errors are printed without a traceback."""
     open_closed_streams()
+    with safe_output():
+        return _run(arguments)
+
+
+def _run(arguments: Sequence[str]) -> int:
     if os.getcwd() not in sys.path:
         # package.module:factory is found beside where you stand; last, so that nothing there stands in for a library.
         sys.path.append(os.getcwd())
@@ -152,10 +157,10 @@ def run(arguments: Sequence[str]) -> int:
         if type(mistake).__name__ == "NoArgsIsHelpError":
             mistake.show()  # type: ignore[attr-defined]
         else:
-            _print_error(f"phalanx: {_mistake_words(mistake)}")
+            print(f"phalanx: {_mistake_words(mistake)}", file=sys.stderr)
         return ExitCode.USAGE
-    except Exception:  # a bug, or user code that nobody expected to fail: its traceback may quote secrets, too
-        _print_error(traceback.format_exc().rstrip())
+    except Exception:  # a bug, or user code that nobody expected to fail
+        print(traceback.format_exc().rstrip(), file=sys.stderr)
         return ExitCode.INTERNAL
 
 
@@ -169,10 +174,4 @@ def tell(error: PhalanxError) -> None:
     """Print an error: each problem of a job on its own line."""
     lines = str(error).splitlines() if isinstance(error, JobError) else [str(error)]
     for line in lines:
-        _print_error(f"phalanx: {line}")
-
-
-def _print_error(text: str) -> None:
-    """What a user's code raised, or a stranger's file says, may hold a secret of the environment, or move a cursor."""
-    lines = without_secrets(text).split("\n")
-    print("\n".join(printable(line, limit=len(line)) for line in lines), file=sys.stderr)
+        print(f"phalanx: {line}", file=sys.stderr)

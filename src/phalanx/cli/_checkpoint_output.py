@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from phalanx.cli._json import printing_json
-from phalanx.cli._output import without_secrets
 from phalanx.core.errors import PhalanxError
 from phalanx.core.printable import printable
 
@@ -30,4 +29,4 @@ def refusing(as_json: bool) -> Iterator[None]:
 
 
 def _safe(text: str) -> str:
-    return printable(without_secrets(text), max(1, len(text) + 100))
+    return printable(text, max(1, len(text) + 100))

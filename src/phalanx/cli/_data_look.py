@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 from phalanx.cli._json import print_json
-from phalanx.cli._output import without_secrets
 from phalanx.cli._progress import ProgressLine
 from phalanx.core.errors import DataError, ExitCode
 from phalanx.core.files import resource_error, write_bytes_atomic
@@ -38,13 +37,13 @@ def verify(directory: str, as_json: bool) -> int:
         for problem in verify_dataset(Path(directory), show):
             problems.append(problem)
             if not as_json:
-                print(without_secrets(f"phalanx: {problem}"), file=sys.stderr)
+                print(f"phalanx: {problem}", file=sys.stderr)
     code = ExitCode.DATA if problems else ExitCode.OK
     if as_json:
         facts = {"directory": directory, "num_shards": num_shards, "num_bytes": num_bytes}
         print_json("data-verify", {**facts, "problems": [problem.to_json() for problem in problems]}, indent=1)
     elif problems:
-        print(without_secrets(f"damaged {directory}: {plural(len(problems), 'problem')}"))
+        print(f"damaged {directory}: {plural(len(problems), 'problem')}")
     else:
         print(f"whole   {directory}: {plural(num_shards, 'shard')}, {format_bytes(num_bytes)}, every checksum holds")
     return code

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cli._needs import wanted_sinks
+from phalanx.core.terminal import print_document, print_painted
 from phalanx.core.units import GIB, format_bytes, format_count
 from phalanx.job.explain import printable
 from phalanx.job.load import Origin, told
@@ -248,9 +249,9 @@ def print_explained(job: Job, job_file: str | Path | None, overrides: Sequence[s
     if as_json:
         import json
 
-        print(json.dumps(explain_json(explained, plan, job_file), indent=1))
+        print_document(json.dumps(explain_json(explained, plan, job_file), indent=1))
     else:
         colour = wants_colour()
-        print("\n".join(explain_lines(explained, colour=colour)))
+        print_painted("\n".join(explain_lines(explained, colour=colour)))
         for warning in plan.warnings:
-            print(_painted(f"\nwarn    {warning.text}", "33", colour))
+            print_painted(_painted(f"\nwarn    {warning.text}", "33", colour))

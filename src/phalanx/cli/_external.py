@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-import os
 import signal
 import sys
 import time
@@ -22,7 +21,6 @@ from phalanx.cli._prepare import Prepared, announce, conclude, prepared_run, sco
 from phalanx.cli._rank import RankRun, run_rank
 from phalanx.cli._run import console_of, is_finished
 from phalanx.core.errors import EnvironmentProblem, ExitCode, PhalanxError
-from phalanx.core.secrets import Redactor
 from phalanx.job.schema import Job
 from phalanx.launch.external import ExternalRanks
 from phalanx.launch.paths import next_attempt
@@ -127,5 +125,5 @@ def _follow(job: Job, ranks: RankEnv, store: Any, began_unix_s: float) -> int:
         return run_rank(RankRun(job, plan, run_dir, ranks.rank, attempt, began_unix_s, epoch), store=store)
     except PhalanxError as error:
         if ranks.local_rank == 0:  # another node: rank 0's words are not on this terminal
-            print(Redactor(os.environ).text(f"phalanx: rank {ranks.rank}: {error}"), file=sys.stderr)
+            print(f"phalanx: rank {ranks.rank}: {error}", file=sys.stderr)
         return error.exit_code

@@ -12,6 +12,7 @@ from typing import Any
 
 from phalanx.core.errors import PhalanxError
 from phalanx.core.secrets import Redactor
+from phalanx.core.terminal import print_document
 
 VERSION = 1
 
@@ -19,7 +20,7 @@ VERSION = 1
 def print_json(kind: str, facts: Mapping[str, Any], *, indent: int | None = None) -> None:
     """One object with `"schema": "phalanx.KIND/1"` first; NaN and infinities become null, secrets `***`."""
     body = Redactor(os.environ).value(_finite({"schema": f"phalanx.{kind}/{VERSION}", **facts}))
-    print(json.dumps(body, indent=indent, allow_nan=False, ensure_ascii=False))
+    print_document(json.dumps(body, indent=indent, allow_nan=False, ensure_ascii=False))
 
 
 @contextlib.contextmanager

@@ -6,8 +6,6 @@ import os
 import sys
 from typing import TextIO
 
-from phalanx.core.secrets import Redactor
-
 
 def open_closed_streams() -> None:
     """Where we were started without an input or output (`>&-`), nothing else may take its number, and Python writes."""
@@ -25,11 +23,6 @@ def silence(stream: TextIO) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
-
-
-def without_secrets(text: str) -> str:
-    """What is found in files and stores may quote a URL or the environment, and consoles are copied and kept."""
-    return Redactor(os.environ).text(text)
 
 
 def say(*lines: str) -> None:

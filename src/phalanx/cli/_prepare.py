@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -23,7 +22,6 @@ from phalanx.cli._output import say
 from phalanx.cli._summary import summary_lines
 from phalanx.core.errors import CheckpointError, ExitCode, LayoutError, ResourceError, RunLockedError, UsageError
 from phalanx.core.files import open_run_directory, resource_error, write_bytes_atomic, write_json_atomic
-from phalanx.core.secrets import Redactor
 from phalanx.core.store_urls import local_directory
 from phalanx.data.corpus import MANIFEST, Corpus, verify_corpus
 from phalanx.data.prepare import prepare_corpus
@@ -277,7 +275,7 @@ def conclude(run: Prepared, outcome: Outcome) -> int:
     if outcome.status == "finished":
         say(*summary_lines(run.run_dir))
     elif outcome.message:
-        print(Redactor(os.environ).text(outcome.message), file=sys.stderr)
+        print(outcome.message, file=sys.stderr)
     saved = _saved(run)
     if outcome.exit_code == ExitCode.CHECKPOINT:
         if saved and not run.job.checkpoint.fallback:

@@ -9,6 +9,7 @@ from typing import Any, TextIO, cast
 
 from phalanx.core.units import format_seconds
 from phalanx.observe.console import QuietStream
+from phalanx.observe.screen import open_screen
 
 REDRAW_S = 0.1
 LINE_S = 5.0  # short work says nothing before its summary
@@ -63,15 +64,14 @@ class ProgressLine:
 
 
 def _open_bar(stream: TextIO, verb: str) -> Any:
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
     bar = Progress(
-        TextColumn(verb),
+        TextColumn(verb, markup=False),
         BarColumn(),
-        TextColumn("{task.percentage:>3.0f} %"),
+        TextColumn("{task.percentage:>3.0f} %", markup=False),
         TextColumn("{task.fields[words]}", markup=False),
-        console=Console(file=stream, force_terminal=True, highlight=False),
+        console=open_screen(stream),
         auto_refresh=False,
         transient=True,
         redirect_stdout=False,

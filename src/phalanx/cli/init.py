@@ -35,11 +35,12 @@ def command(
     phalanx init --editor                     with the schema from which editors complete and check
     phalanx init again.toml --from-run RUN    the job that a run had
     """
+    from phalanx.core.terminal import print_document
     from phalanx.job.json_schema import FILE
     from phalanx.job.template import job_template
 
     if schema:
-        print(_schema_text(), end="")
+        print_document(_schema_text(), end="")
         return 0
     text = job_template(
         _job_of(from_run) if from_run else None,
@@ -48,7 +49,7 @@ def command(
         schema_file=f"./{FILE}" if editor else None,
     )
     if file == "-":
-        print(text, end="")
+        print_document(text, end="")
         return 0
     _write(file, text, force=force, editor=editor)
     return 0

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import PhalanxError
+from phalanx.core.terminal import filter_output, unfiltered
 from phalanx.data.build_pool import error_message
 from phalanx.data.encode import Counts, build_shard
 from phalanx.data.spans import Task
@@ -19,6 +20,7 @@ from phalanx.data.tokenizer import load_tokenizer
 
 
 def main() -> None:
+    filter_output()  # standard error is the terminal's
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what it means
     messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(messages,), daemon=True).start()
@@ -47,8 +49,9 @@ def _report(counts: Counts) -> None:
 
 
 def _say(message: dict[str, Any]) -> None:
-    sys.stdout.buffer.write(json.dumps(message).encode() + b"\n")
-    sys.stdout.buffer.flush()
+    stream = unfiltered(sys.stdout)  # the parent's pipe
+    stream.write(json.dumps(message) + "\n")
+    stream.flush()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ import json
 import re
 from typing import Any
 
+from phalanx.core.printable import escape_controls
+
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -16,8 +18,7 @@ def toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        # JSON's escapes are TOML's, but for DEL.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        return escape_controls(json.dumps(value, ensure_ascii=False))  # JSON's escapes are TOML's, but for DEL
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, list | tuple):

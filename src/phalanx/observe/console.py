@@ -12,6 +12,7 @@ from phalanx.core.printable import printable
 from phalanx.core.units import format_bytes, format_count, format_seconds
 from phalanx.observe import events
 from phalanx.observe.events import Envelope, EvalFinished, StepFinished
+from phalanx.observe.screen import open_screen
 from phalanx.observe.units import TEXT, Units
 from phalanx.observe.words import describe
 
@@ -53,9 +54,7 @@ def open_console(
     quiet = QuietStream(stream)
     if not is_terminal:
         return PlainConsole(quiet, Pace(total_steps, units), log_every)
-    from rich.console import Console as RichConsole
-
-    screen = RichConsole(file=cast(TextIO, quiet), force_terminal=True, highlight=False, soft_wrap=True)
+    screen = open_screen(cast(TextIO, quiet), soft_wrap=True)
     if screen.is_dumb_terminal:
         return PlainConsole(quiet, Pace(total_steps, units), log_every)
     return LiveConsole(screen, Pace(total_steps, units))

@@ -6,6 +6,9 @@ import json
 from collections.abc import Iterable
 from html import escape
 from typing import Any
+from unicodedata import category
+
+from phalanx.core.printable import TURNS_AROUND
 
 VOID = frozenset({"meta", "link", "br"})
 
@@ -46,12 +49,10 @@ def join(children: Iterable[Child]) -> Html:
 
 
 def _clean(text: str) -> str:
-    """Without control characters and lone surrogates, which HTML forbids."""
+    """Without control characters and lone surrogates, which HTML forbids, and marks that turn the line around."""
     if text.isprintable():
         return text
-    return "".join(
-        c if c in "\n\t" or (ord(c) >= 32 and not 0xD800 <= ord(c) < 0xE000 and c != "\x7f") else "�" for c in text
-    )
+    return "".join("�" if c not in "\n\t" and (category(c) in ("Cc", "Cs") or c in TURNS_AROUND) else c for c in text)
 
 
 def json_island(value: Any, css_class: str) -> Html:

@@ -1,0 +1,107 @@
+"""The one seam between what a verb prints and the terminal: no secret passes it, and nothing that a terminal obeys.
+
+File names, checkpoints, data, exceptions and logs may be a stranger's, and any of them may end up in a line that we
+print. So the streams themselves are filtered: `print`, warnings and tracebacks pass without knowing of it. What draws
+(bars, colours) asks for the stream behind the filter with `unfiltered`, and filters the texts that it draws.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, TextIO, cast
+
+from phalanx.core.printable import escape_controls, printable_text
+from phalanx.core.secrets import Redactor
+
+_COLOUR = re.compile(r"(\x1b\[(?:0|1|2|3[0-7])m)")
+
+
+class SafeStream:
+    """A text stream that takes secrets and control characters out of what is written to it.
+
+    Characters that its encoding lacks become question marks: no message is worth an exception.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.behind = stream
+        self._redactor = Redactor(os.environ)
+
+    def write(self, text: str) -> int:
+        write_encoded(self.behind, printable_text(self._redactor.text(text)))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    @property
+    def buffer(self) -> io.RawIOBase:
+        """For libraries that print bytes."""
+        return _Bytes(self)
+
+    def __getattr__(self, name: str) -> Any:
+        """flush, fileno, isatty, encoding, ...: the stream's own."""
+        if name in ("behind", "detach"):
+            raise AttributeError(name)
+        return getattr(self.behind, name)
+
+
+class _Bytes(io.RawIOBase):
+    """The bytes of a text stream: filtered like its text."""
+
+    def __init__(self, stream: SafeStream) -> None:
+        self._stream = stream
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._stream.write(bytes(data).decode("utf-8", "backslashreplace"))
+        return len(data)
+
+
+def filter_output() -> None:
+    """Have standard output and error filtered from here on, once however often it is asked for."""
+    sys.stdout, sys.stderr = (cast(TextIO, SafeStream(unfiltered(stream))) for stream in (sys.stdout, sys.stderr))
+
+
+@contextlib.contextmanager
+def safe_output() -> Iterator[None]:
+    """Inside, standard output and error are filtered."""
+    before = sys.stdout, sys.stderr
+    filter_output()
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+def unfiltered(stream: TextIO) -> TextIO:
+    """The stream behind the filter, for what draws."""
+    return stream.behind if isinstance(stream, SafeStream) else stream
+
+
+def print_document(text: str, end: str = "\n") -> None:
+    """Print JSON or TOML for programs, however long its lines are. Its secrets are the caller's to hide."""
+    write_encoded(unfiltered(sys.stdout), escape_controls(text) + end)
+
+
+def print_painted(text: str) -> None:
+    """Print lines in which our own colours stand, and nothing else that a terminal obeys."""
+    redacted = Redactor(os.environ).text(text)
+    safe = (part if _COLOUR.fullmatch(part) else printable_text(part) for part in _COLOUR.split(redacted))
+    write_encoded(unfiltered(sys.stdout), "".join(safe) + "\n")
+
+
+def write_encoded(stream: TextIO, text: str) -> None:
+    """Write `text` with question marks for what the stream's encoding lacks."""
+    try:
+        stream.write(text)
+    except UnicodeEncodeError:
+        encoding = stream.encoding or "ascii"
+        stream.write(text.encode(encoding, errors="replace").decode(encoding))
