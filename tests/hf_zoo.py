@@ -18,6 +18,7 @@ WIDTHS: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": None,
 }
+TEXT = "the quick brown fox jumps over the lazy dog and naps\n" * 40
 PLAIN = {key: value for key, value in WIDTHS.items() if key != "num_key_value_heads"}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
@@ -59,3 +60,22 @@ def write_config(directory: Path, name: str, **more: Any) -> Path:
     path = directory / "config.json"
     path.write_text(json.dumps({"model_type": name.split("-")[0], **ZOO[name], **more}))
     return path
+
+
+def write_tokenizer(directory: Path, num_merges: int = 20, end: str = "<|endoftext|>", **more: Any) -> Path:
+    """A byte-level BPE of `TEXT` with `end` as a special token, and a tokenizer_config.json of `more`."""
+    import tokenizers
+
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=257 + num_merges, special_tokens=[end], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    if more:
+        (directory / "tokenizer_config.json").write_text(json.dumps(more))
+    return directory / "tokenizer.json"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from commands import run, write_text
-from hf_zoo import write_config
+from hf_zoo import write_config, write_tokenizer
 
 transformers = pytest.importorskip("transformers")
 LAYOUTS = "ddp,zero3,zero3-full,tp2,pp2-1f1b"
@@ -66,20 +66,31 @@ def test_models_without_a_plan_are_equal_or_refused(tmp_path: Path, name: str) -
 
 
 def test_a_run_is_exported_as_the_directory_that_it_came_from(tmp_path: Path) -> None:
-    """Tied weights, over two stages; the weights that were exported start the next run."""
+    """Tied weights, over two stages, by the directory's tokenizer; what was exported starts the next run."""
     write_config(
         tmp_path / "model", "llama", vocab_size=300, tie_word_embeddings=True, architectures=["LlamaForCausalLM"]
     )
+    special = {"eos_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 77}
+    write_tokenizer(tmp_path / "model", **special)
     write_text(tmp_path / "text")
     job = ("data.source=text", "data.seq_len=32", "train.global_batch_size=8", "train.steps=3", "eval.tokens=0")
     quiet = ("train.sample_tokens=0", "observe.sinks=[]", "parallel.ranks=2")
     kind = f"model.kind=hf:{tmp_path / 'model'}"
     done = run("train", kind, *job, *quiet, "parallel.pp=2", "run.dir=run", cwd=tmp_path)
     assert done.code == 0, done.err
+    assert "text becomes the 277 tokens of" in done.out
     done = run("checkpoint", "export", "run", "--out", "out", cwd=tmp_path)
     assert done.code == 0, done.err
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True).eval()
     assert type(theirs).__name__ == "LlamaForCausalLM"
+
+    tokenizers = [transformers.AutoTokenizer.from_pretrained(tmp_path / name) for name in ("model", "out")]
+    words = "the quick brown fox<|endoftext|>"
+    assert tokenizers[0](words)["input_ids"] == tokenizers[1](words)["input_ids"]
+    assert [(each.eos_token, each.model_max_length, len(each)) for each in tokenizers] == [
+        ("<|endoftext|>", 77, 277)
+    ] * 2
+    assert theirs.config.eos_token_id == 2, "what config.json says of its own tokenizer stays"
 
     import phalanx
     from phalanx.nn.hf import build

@@ -12,11 +12,12 @@ from models import CPU
 from phalanx.cli._data import say_batch_change
 from phalanx.core.errors import JobError
 from phalanx.job.load import load_job
-from phalanx.job.rate import PeakRate, peak_rate, reference_on_resume
-from phalanx.job.schema import Job
+from phalanx.job.rate import PeakRate, peak_rate, reference_on_resume, resolved_optim
+from phalanx.job.schema import Job, Optim
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import Note
 from phalanx.observe.tail import recorded
+from phalanx.optim.build import build_optimizer
 from phalanx.plan.describe import describe
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
@@ -117,3 +118,50 @@ def test_a_resumed_run_refers_to_the_batch_it_had() -> None:
     assert reference_on_resume(job(16), [bigger, "optim.lr_scaling=auto"]) == ["optim.reference_batch_size=16"]
     assert reference_on_resume(job(16), ["optim.lr_scaling=auto", "optim.reference_batch_size=8"]) == []
     assert reference_on_resume(job(16, reference_batch_size=8), ["optim.lr_scaling=auto"]) == []
+
+
+def hugging_face(directory: Path, *weights: str) -> str:
+    directory.mkdir()
+    for name in ("config.json", *weights):
+        (directory / name).write_text('{"model_type": "llama"}')
+    return f"model.kind=hf:{directory}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lr"),
+    [
+        ([], 3e-3),
+        (["optim.kind=sgd"], 3e-3),
+        (["model.init_from=old"], 2e-5),
+        (["model.init_from=old", "optim.kind=sgd"], 1e-3),
+        (["model.init_from=old", "optim.kind=mine:build"], 3e-3),
+        (["model.init_from=old", "optim.lr=1e-3"], 1e-3),
+        (["model.init_from=old", "optim.lr=auto"], 2e-5),
+        (["model.init_from=old", "optim.lr_scaling=auto", "optim.reference_batch_size=4"], 4e-5),
+    ],
+)
+def test_weights_that_are_trained_already_have_a_rate_of_their_own(overrides: list[str], lr: float) -> None:
+    wanted = load_job(None, overrides)
+    assert peak_rate(wanted).lr == pytest.approx(lr, rel=1e-12)
+    reason = peak_rate(wanted).why
+    assert ("lr 2e-05: the weights of model.init_from=old are trained already" in reason) == (lr in (2e-5, 4e-5)), (
+        "said where it is not the rate of random weights"
+    )
+
+
+def test_a_directory_with_weights_is_trained_and_a_config_alone_is_not(tmp_path: Path) -> None:
+    with_weights = hugging_face(tmp_path / "trained", "model.safetensors")
+    assert peak_rate(load_job(None, [with_weights])).lr == 2e-5
+    assert peak_rate(load_job(None, [f"{with_weights}/config.json"])).lr == 3e-3  # begins from random weights
+    assert peak_rate(load_job(None, [hugging_face(tmp_path / "bare")])).lr == 3e-3
+
+
+def test_an_own_optimizer_is_built_with_a_number() -> None:
+    for overrides, lr in (([], 3e-3), (["model.init_from=old"], 2e-5), (["optim.lr=0.5"], 0.5)):
+        wanted = load_job(None, overrides)
+        assert resolved_optim(wanted).lr == lr
+        assert wanted.optim.lr == ("auto" if lr != 0.5 else 0.5), "nothing derived is written into the job"
+        optimizer = build_optimizer(torch.nn.Linear(2, 2), resolved_optim(wanted))
+        assert {group["lr"] for group in optimizer.param_groups} == {lr}
+    optimizer = build_optimizer(torch.nn.Linear(2, 2), Optim())
+    assert {group["lr"] for group in optimizer.param_groups} == {3e-3}

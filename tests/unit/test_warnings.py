@@ -112,6 +112,20 @@ FIRES = {
         ({"data": samples(9984, 50)}, ["50 held-out samples", "uncertain by 7%"]),
         ({"overrides": ("eval.tokens=1000",)}, ["1,000 held-out tokens", "raise eval.tokens"]),
     ],
+    "high_lr_of_trained_weights": [
+        (
+            {"overrides": ("model.init_from=old", "optim.lr=3e-3")},
+            ["lr 0.003", "model.init_from=old", "trained already", "leave optim.lr out for 2e-05"],
+        ),
+        (
+            {"overrides": ("model.init_from=old", "optim.lr=0.1", "optim.kind=sgd")},
+            ["lr 0.1", "leave optim.lr out for 0.001"],
+        ),
+        (
+            {"overrides": ("model.init_from=old", "optim.kind=mine:build")},
+            ["lr 0.003", "what your optimizer needs"],
+        ),
+    ],
     "saved_at_the_end_only": [
         ({"overrides": ("train.steps=5000",)}, ["only after the last of 5,000 steps", "checkpoint.every_minutes"]),
         ({"overrides": ("train.steps=5000", "checkpoint.at_end=false")}, ["never in 5,000 steps"]),
@@ -164,6 +178,9 @@ SILENT = [
     ("no_warmup", {"overrides": ("optim.warmup_steps=1", "train.global_batch_size=4096")}),
     ("lr_ignores_batch", {"overrides": ("optim.reference_batch_size=16",)}),
     ("lr_ignores_batch", {"overrides": ("optim.reference_batch_size=4", "optim.lr_scaling=sqrt")}),
+    ("high_lr_of_trained_weights", {"overrides": ("model.init_from=old",)}),
+    ("high_lr_of_trained_weights", {"overrides": ("model.init_from=old", "optim.lr=1e-4")}),
+    ("high_lr_of_trained_weights", {"overrides": ("optim.lr=3e-3",)}),
     ("few_batchnorm_samples", {"overrides": (*OWN, "parallel.ranks=2"), "num_batchnorms": 3}),
     ("few_batchnorm_samples", {"overrides": (*OWN, "parallel.ranks=2", "train.micro_batch_size=2")}),
     (

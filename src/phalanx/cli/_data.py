@@ -138,7 +138,7 @@ def say_batch_change(job: Job, plan: Plan, state: TrainState, bus: Bus) -> None:
     """A resumed run may read other numbers of samples in a step. The cursor goes on where it was."""
     if state.samples_seen == state.step * plan.global_batch_size:
         return
-    rate = peak_rate(job).why or f"optim.lr stays {job.optim.lr:.3g}, as the job says"
+    rate = peak_rate(job).why or f"optim.lr stays {peak_rate(job).lr:.3g}, as the job says"
     bus.emit(
         Note(
             "batch_size_changed",

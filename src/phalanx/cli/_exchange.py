@@ -19,15 +19,25 @@ from phalanx.cli._checkpoint_output import refusing, tell
 from phalanx.cli._json import print_json
 from phalanx.cli._origins import Origin, origin_of, run_of
 from phalanx.cli._progress import ProgressLine
-from phalanx.core.errors import CheckpointError, DataError, ExitCode, JobError, LayoutError, UsageError
+from phalanx.cli._tokens import model_tokenizer
+from phalanx.core.errors import (
+    CheckpointError,
+    DataError,
+    ExitCode,
+    JobError,
+    LayoutError,
+    PhalanxError,
+    UsageError,
+)
 from phalanx.core.files import read_json
 from phalanx.core.units import format_bytes, format_count
 from phalanx.data.corpus import load_corpus
+from phalanx.data.model_tokenizer import ModelTokenizer
 from phalanx.data.tokenizer_files import TokenizerFiles, tokenizer_files
 from phalanx.job.hugging_face import is_hugging_face, read_config
 from phalanx.job.load import load_job
 from phalanx.job.model_toml import model_section
-from phalanx.job.schema import Data
+from phalanx.job.schema import Data, Model
 from phalanx.job.toml import toml_value
 
 GB = 10**9
@@ -47,7 +57,7 @@ def export(place: str, out: str, form: str, dtype: str | None, shard_gb: float, 
             origin = _origin(place, weights)
             tokens = _tokenizer_of(place, folder)
             extras = Extras({**tokens.settings, **origin.settings}, tokens.files, tokens.texts, origin.seq_len)
-            own = _own_config(place, folder, origin)
+            own = _own_config(place, folder, origin, tokens)
             write: Any = partial(export_own_directory, weights, own) if own else partial(_translated, weights, origin)
             exported: Exported = write(
                 Path(out),
@@ -69,14 +79,18 @@ def _translated(weights: StoredBag, origin: Origin, out: Path, **how: Any) -> Ex
     return export_hugging_face(weights, origin.shape, out, **how)
 
 
-def _own_config(place: str, folder: Folder, origin: Origin) -> dict[str, Any]:
-    """The config.json of a run whose model came from one; nothing for any other."""
+def _own_config(place: str, folder: Folder, origin: Origin, tokens: TokenizerFiles) -> dict[str, Any]:
+    """The config.json of a run whose model came from one; nothing for any other.
+
+    What it says of special tokens holds for the tokenizer that it came with, and for no other.
+    """
     run_dir = run_of(place, folder)
     if not is_hugging_face(origin.shape.kind) or run_dir is None:
         return {}
     try:
         model = read_json(run_dir / "job.json")["model"]
-        return {**read_config(model["kind"]), **model["args"]}
+        special = {} if tokens.is_models else {"bos_token_id": None, "pad_token_id": None, **tokens.settings}
+        return {**read_config(model["kind"]), **model["args"], **special}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError("the run's job.json cannot be read", where=str(run_dir), why=str(error)) from None
 
@@ -192,6 +206,14 @@ def _tokenizer_of(place: str, folder: Folder) -> TokenizerFiles:
     if kept or not (run_dir / "data").is_dir():
         return TokenizerFiles(files=kept, note="" if kept else "there is no tokenizer with it")
     try:
-        return tokenizer_files(load_corpus(run_dir / "data"))
+        return tokenizer_files(load_corpus(run_dir / "data"), _brought(run_dir), KEPT_FILES)
     except DataError as error:
         return TokenizerFiles(note=f"without a tokenizer: {error}")
+
+
+def _brought(run_dir: Path) -> ModelTokenizer | None:
+    """The tokenizer that the model of a run came with; None where it is not to be found any more."""
+    try:
+        return model_tokenizer(Model(**read_json(run_dir / "job.json")["model"]))
+    except (OSError, ValueError, KeyError, TypeError, PhalanxError):
+        return None

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cli._needs import wanted_sinks
+from phalanx.cli._tokens import JobTokens, find_tokens
 from phalanx.core.terminal import print_document, print_painted
 from phalanx.core.units import GIB, format_bytes, format_count
+from phalanx.data.tokenizer import BYTES
 from phalanx.job.explain import printable
 from phalanx.job.load import Origin, told
 from phalanx.job.model import preset_of
@@ -45,9 +47,13 @@ class Explained:
 
 def explain(job: Job, job_file: str | Path | None, overrides: Sequence[str]) -> tuple[list[Explained], Plan]:
     """Every key of the job in order, then what the plan adds. Raises LayoutError like `make_plan`."""
-    vocab_size, vocab_why = _vocabulary(job)
-    plan = make_plan(job, vocab_size=vocab_size)
+    tokens = find_tokens(job)
+    vocab_size, vocab_why = _vocabulary(tokens)
+    plan = make_plan(job, vocab_size=vocab_size, more=tokens.remarks())
     derived = _derived(job, plan, vocab_why)
+    if job.data.tokenizer is None and tokens.default:
+        why = f"{tokens.brought.owner} brings it" if tokens.brought and tokens.brought.name else "the default of text"
+        derived["data.tokenizer"] = Explained("data.tokenizer", tokens.default, "derived", why=why)
     origins = told(job_file, overrides)
     values = job.to_json()
     found = []
@@ -84,8 +90,9 @@ def _derived(job: Job, plan: Plan, vocab_why: str) -> dict[str, Explained]:
         why = f"the rule of {job.optim.kind}"
         found.append(Explained("optim.lr_scaling", scaling_rule(job.optim) or "none", "derived", why=why))
     rate = peak_rate(job)
-    if rate.why:
-        found.append(Explained("optim.lr", rate.lr, "derived", why=rate.why))
+    if rate.why or job.optim.lr == "auto":
+        why = rate.why or "for random weights"
+        found.append(Explained("optim.lr", rate.lr, "derived", why=why))
     if job.optim.warmup_steps is None:
         why = f"a tenth of {job.train.steps} steps, and {MAX_DEFAULT_WARMUP} at most"
         found.append(Explained("optim.warmup_steps", warmup_steps(job), "derived", why=why))
@@ -188,17 +195,15 @@ def _of_the_plan(plan: Plan, units: Units) -> list[Explained]:
     return [Explained(f"plan.{key}", value, "derived", why=why) for key, value, why in rows]
 
 
-def _vocabulary(job: Job) -> tuple[int | None, str]:
+def _vocabulary(tokens: JobTokens) -> tuple[int | None, str]:
     """How many tokens the data will need, as far as that can be told without reading it, and how that is known."""
-    from phalanx.data.dataset import is_dataset, read_manifest
-    from phalanx.data.tokenizer import load_tokenizer
-
-    sources = [part.source for part in job.data.mixture] or [job.data.source]
-    if all(is_dataset(source) for source in sources):
-        sizes = [read_manifest(Path(source))[0].vocab_size for source in sources]
-        return max(sizes), f"the token shards in {' and '.join(sources)} have it"
-    if job.data.tokenizer not in (None, "bytes"):
-        return load_tokenizer(job.data.tokenizer).vocab_size, f"the tokenizer {job.data.tokenizer} has it"
+    sources = tokens.sources
+    if sources and all(source.facts.kind != "none" for source in sources):
+        largest = max(sources, key=lambda source: source.vocab_size)
+        if not any(source.is_text for source in sources):
+            return largest.vocab_size, f"the token shards in {' and '.join(one.source for one in sources)} have it"
+        if largest.name != BYTES:
+            return largest.vocab_size, f"the tokenizer {largest.name} has it"
     return None, "bytes and the end of a document; train counts what the data needs"
 
 

@@ -20,6 +20,7 @@ from phalanx.cli._initial import INIT, find_initial, told_shape
 from phalanx.cli._needs import check_needs
 from phalanx.cli._output import say
 from phalanx.cli._summary import summary_lines
+from phalanx.cli._tokens import find_tokens
 from phalanx.core.errors import CheckpointError, ExitCode, LayoutError, ResourceError, RunLockedError, UsageError
 from phalanx.core.files import open_run_directory, resource_error, write_bytes_atomic, write_json_atomic
 from phalanx.core.store_urls import local_directory
@@ -71,14 +72,21 @@ def prepared_run(job: Job, run_dir: Path, *, resume: bool, num_ranks: int | None
     if not resume:
         find_initial(job.model, told_shape(job))  # weights that are not there or do not fit: before data is prepared
     make_plan(job, cluster=cluster, num_ranks=num_ranks, shape=shape)  # refuse a bad layout before writing anything
+    tokens = find_tokens(job, is_prepared=(run_dir / "data" / MANIFEST).exists())
     with _new_run_directory(run_dir) as (lock, keep), _store_held(job, run_dir, resume):
         is_new = not (run_dir / "data" / MANIFEST).exists()
         fixed_size = fixed_vocab_size(job.model)
-        corpus = prepare_corpus(job.data, run_dir / "data", vocab_size=fixed_size)
+        corpus = prepare_corpus(job.data, run_dir / "data", vocab_size=fixed_size, default_tokenizer=tokens.default)
         unverified = verify_corpus(corpus, is_new=is_new)
         vocab_size = fixed_size or corpus.vocab_size
         plan = make_plan(
-            job, cluster=cluster, vocab_size=vocab_size, num_ranks=num_ranks, shape=shape, data=data_facts(corpus)
+            job,
+            cluster=cluster,
+            vocab_size=vocab_size,
+            num_ranks=num_ranks,
+            shape=shape,
+            data=data_facts(corpus),
+            more=tokens.remarks(corpus),
         )
         _refuse_images(corpus, plan.model_shape)
         if not resume:

@@ -34,6 +34,7 @@ from phalanx.cli._needs import sink_openers
 from phalanx.core.errors import CheckpointError, ExitCode, RunLockedError
 from phalanx.core.phases import BlackBox, Phases
 from phalanx.data.corpus import Corpus, load_corpus
+from phalanx.job.rate import resolved_optim
 from phalanx.job.schema import Job
 from phalanx.launch.paths import black_box
 from phalanx.launch.rank_env import read_rank_env
@@ -170,7 +171,7 @@ def build_state(job: Job, plan: Plan, mesh: Mesh, phases: Phases, *, tokenizer: 
     """The model of the job, made parallel by the plan, with its optimizer: step 0."""
     module = build_model(job, plan.model_shape)
     model = parallelize(module, plan, mesh, phases=phases, seed=job.run.seed)
-    return TrainState(model, build_optimizer(model, job.optim), job.run.seed, tokenizer)
+    return TrainState(model, build_optimizer(model, resolved_optim(job)), job.run.seed, tokenizer)
 
 
 def restore_newest(store: Store, state: TrainState, bus: Bus, *, run_dir: Path, fallback: bool) -> Folder | None:

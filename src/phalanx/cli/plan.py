@@ -59,13 +59,14 @@ def command(
 
             print_explained(load_job(job_file, overrides), job_file, overrides, as_json=as_json)
             return 0
+        from phalanx.cli._tokens import find_tokens
         from phalanx.job.load import load_job
         from phalanx.job.own_dataset import is_own_dataset
         from phalanx.plan.describe import describe
         from phalanx.plan.planner import make_plan
 
         job = load_job(job_file, overrides)
-        plan = make_plan(job)
+        plan = make_plan(job, more=find_tokens(job).remarks())
         if recut is not None:
             from phalanx.cli._recut import print_recut
 

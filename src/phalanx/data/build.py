@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import shutil
 import time
@@ -382,9 +381,8 @@ def _copy_tokenizer(encoder: Tokenizer, name: str, out: Path) -> None:
     """The tokenizer goes with its tokens, and so does what says which token ends a document."""
     path = tokenizer_path(name)
     write_bytes_atomic(out / TOKENIZER_FILE, path.read_bytes())
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        said = json.loads((path.parent / CONFIG_FILE).read_bytes())
-        write_json_atomic(out / CONFIG_FILE, {"eos_token": said["eos_token"]} if "eos_token" in said else {})
+    if encoder.end_name is not None:
+        write_json_atomic(out / CONFIG_FILE, {"eos_token": encoder.end_name})
 
 
 def _remove(out: Path, tasks: list[Task], is_new: bool) -> None:

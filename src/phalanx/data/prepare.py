@@ -15,17 +15,18 @@ from phalanx.data.build import build_dataset
 from phalanx.data.corpus import MANIFEST, Component, Corpus, SplitFacts, load_corpus
 from phalanx.data.dataset import TokenizerFacts
 from phalanx.data.token_sources import Described, check_ids, describe, find_kind, open_arrays, outside
-from phalanx.data.tokenizer import load_tokenizer
+from phalanx.data.tokenizer import BYTES, load_tokenizer
 from phalanx.data.tokens import SPLITS, choose_split, split_tokens
 from phalanx.data.workers import probe_user_dataset
 from phalanx.job.own_dataset import is_own_dataset
 from phalanx.job.schema import Data
 
 
-def prepare_corpus(data: Data, out_dir: Path, *, vocab_size: int | None) -> Corpus:
+def prepare_corpus(data: Data, out_dir: Path, *, vocab_size: int | None, default_tokenizer: str = BYTES) -> Corpus:
     """Build, or find, what `data` names, and write the fact sheet to `out_dir`; or take the one that is there.
 
-    `vocab_size` is the model's, None if it follows the data. On an error nothing new stays in `out_dir`.
+    `vocab_size` is the model's, None if it follows the data. `default_tokenizer` is for text where `data` names none.
+    On an error nothing new stays in `out_dir`.
 
     Raises DataError (exit 4) for a source that is missing, unreadable, damaged, too short, that does not fit the
     vocabulary or has changed since, and ResourceError (exit 7) if `out_dir` cannot be written.
@@ -37,7 +38,7 @@ def prepare_corpus(data: Data, out_dir: Path, *, vocab_size: int | None) -> Corp
         _check_fits(corpus, data, vocab_size)
         return corpus
     with _nothing_left_on_error(out_dir):
-        corpus = _prepare(data, out_dir, vocab_size)
+        corpus = _prepare(data, out_dir, vocab_size, default_tokenizer)
         _check_fits(corpus, data, vocab_size)
         try:
             write_json_atomic(out_dir / MANIFEST, corpus.to_json())
@@ -46,13 +47,13 @@ def prepare_corpus(data: Data, out_dir: Path, *, vocab_size: int | None) -> Corp
     return corpus
 
 
-def _prepare(data: Data, out_dir: Path, vocab_size: int | None) -> Corpus:
+def _prepare(data: Data, out_dir: Path, vocab_size: int | None, default: str) -> Corpus:
     wanted = _request(data)
     if is_own_dataset(data.source) and not data.mixture:
         return Corpus(out_dir, wanted, (), probe_user_dataset(data.source, data.args, data.worker_timeout_s))
     sources = [(part.source, part.weight) for part in data.mixture] or [(data.source, 1.0)]
     components = tuple(
-        _prepare_component(source, weight, data, out_dir / f"source-{number}", vocab_size)
+        _prepare_component(source, weight, data, out_dir / f"source-{number}", vocab_size, default)
         for number, (source, weight) in enumerate(sources)
     )
     _check_one_tokenizer(components)
@@ -65,9 +66,11 @@ def _request(data: Data) -> dict[str, Any]:
     return {name: getattr(data, name) for name in keys} | {"mixture": [vars(source) for source in data.mixture]}
 
 
-def _prepare_component(source: str, weight: float, data: Data, own_dir: Path, vocab_size: int | None) -> Component:
+def _prepare_component(
+    source: str, weight: float, data: Data, own_dir: Path, vocab_size: int | None, default: str
+) -> Component:
     """`own_dir` is where text is built."""
-    described, path = _find(source, data, own_dir, vocab_size)
+    described, path = _find(source, data, own_dir, vocab_size, default)
     if data.document_masks and described.kind == "npy":
         fix = "build shards from text, or use a Megatron dataset, which know theirs"
         raise DataError("data.document_masks needs documents, and a .npy has none", where=source, fix=fix)
@@ -95,7 +98,7 @@ def _prepare_component(source: str, weight: float, data: Data, own_dir: Path, vo
     )
 
 
-def _find(source: str, data: Data, own_dir: Path, vocab_size: int | None) -> tuple[Described, str]:
+def _find(source: str, data: Data, own_dir: Path, vocab_size: int | None, default: str) -> tuple[Described, str]:
     """What a source holds, and the path that the fact sheet gives for it. Text is built first."""
     if is_own_dataset(source):
         fix = "a mixture takes text and token ids; mix them inside your dataset"
@@ -103,7 +106,7 @@ def _find(source: str, data: Data, own_dir: Path, vocab_size: int | None) -> tup
     found = find_kind(source)
     if found is not None:
         return describe(*found), str(found[1])
-    tokenizer = data.tokenizer or "bytes"
+    tokenizer = data.tokenizer or default
     _check_end_fits(tokenizer, vocab_size, source)
     build_dataset([source], own_dir, tokenizer=tokenizer, column=data.column, keep_unfinished=False)
     return describe("dataset", own_dir), own_dir.name

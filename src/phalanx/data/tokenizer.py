@@ -16,8 +16,10 @@ from phalanx.core.errors import DataError
 from phalanx.core.registry import require
 
 Kind = Literal["bytes", "tokenizer.json"]
+BYTES = "bytes"  # what data.tokenizer calls them
 END_OF_DOCUMENT = 256  # of the bytes tokenizer
 TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
+SPECIAL_FILE, MODEL_FILE = "special_tokens_map.json", "config.json"
 
 # What tokenizers call the token after a text, where no tokenizer_config.json beside them says so.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|end_of_document|>")
@@ -32,7 +34,11 @@ class Tokenizer(Protocol):
     kind: Kind
     digest: str
     vocab_size: int
+    text_vocab_size: int
+    """One more than the largest id of a token that is not special: text has none above it."""
     end_of_document: int | None
+    end_name: str | None
+    """What the token that ends a document is called; None where there is none, or no word for it."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]: ...
 
@@ -47,7 +53,9 @@ class ByteTokenizer:
     kind: Kind = "bytes"
     digest = digest({"tokenizer": "bytes", "end_of_document": END_OF_DOCUMENT})
     vocab_size = BYTE_VOCAB_SIZE
+    text_vocab_size = END_OF_DOCUMENT
     end_of_document: int | None = END_OF_DOCUMENT
+    end_name: str | None = None
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         return [np.frombuffer(as_bytes(text), np.uint8).astype(np.uint16) for text in texts]
@@ -85,8 +93,12 @@ class HuggingFaceTokenizer:
     def __init__(self, tokenizer: Any, digest: str, end_of_document: int | None) -> None:
         self._tokenizer = tokenizer
         self.digest = digest
-        self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1  # ids may have holes
+        ids = tokenizer.get_vocab(with_added_tokens=True).values()  # they may have holes
+        self.vocab_size = max(ids) + 1
+        special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+        self.text_vocab_size = max((token for token in ids if token not in special), default=-1) + 1
         self.end_of_document = end_of_document
+        self.end_name = None if end_of_document is None else tokenizer.id_to_token(end_of_document)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         """Ids of each text. Lone surrogates must have been replaced."""
@@ -124,7 +136,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         raise _not_one(path, "its vocabulary is empty")
     tokenizer.no_truncation()  # both may be saved in the file, and would cut or fill documents
     tokenizer.no_padding()
-    end = next((token for token in _end_names(path) if tokenizer.token_to_id(token) is not None), None)
+    end = next((token for token in _end_names(path, tokenizer) if tokenizer.token_to_id(token) is not None), None)
     end_id = None if end is None else tokenizer.token_to_id(end)
     _take_spelling_as_text(tokenizers, tokenizer, end_id)
     return HuggingFaceTokenizer(tokenizer, digest(json.loads(content)), end_id)
@@ -166,11 +178,25 @@ def _not_one(path: Path, why: str) -> DataError:
     )
 
 
-def _end_names(path: Path) -> list[str]:
-    """Names of the token that ends a document, best first: what the folder's configuration says, then usual ones."""
+def _end_names(path: Path, tokenizer: Any) -> list[str]:
+    """Names of the token that ends a document, best first: what the tokenizer's own files say, then the usual ones,
+    then what the model beside it ends with (in models that converse that is the end of a turn).
+    """
+    names = [_name_of(_read_settings(path.parent / file).get("eos_token")) for file in (CONFIG_FILE, SPECIAL_FILE)]
+    told = _read_settings(path.parent / MODEL_FILE).get("eos_token_id")
+    ids = told if isinstance(told, list) else [told]
+    of_model = [tokenizer.id_to_token(one) for one in ids if type(one) is int and one >= 0]
+    return [name for name in (*names, *_ENDS, *of_model) if isinstance(name, str)]
+
+
+def _name_of(said: Any) -> Any:
+    return said.get("content") if isinstance(said, dict) else said
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    """What a file beside the tokenizer says; nothing where it is none."""
     try:
-        said = json.loads((path.parent / CONFIG_FILE).read_bytes()).get("eos_token")
-    except (OSError, ValueError, AttributeError):
-        said = None
-    name = said.get("content") if isinstance(said, dict) else said
-    return [name, *_ENDS] if isinstance(name, str) else list(_ENDS)
+        said = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return said if isinstance(said, dict) else {}

@@ -2,34 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from phalanx.core.errors import DataError
 from phalanx.data.corpus import Corpus
-from phalanx.data.tokenizer import CONFIG_FILE, END_OF_DOCUMENT, TOKENIZER_FILE, tokenizer_path
+from phalanx.data.model_tokenizer import ModelTokenizer
+from phalanx.data.tokenizer import (
+    BYTES,
+    CONFIG_FILE,
+    END_OF_DOCUMENT,
+    SPECIAL_FILE,
+    TOKENIZER_FILE,
+    load_tokenizer,
+    tokenizer_path,
+)
 
 END = "<|endoftext|>"  # what the end of a document is called where a run has no word for it
-_BESIDE = (CONFIG_FILE, "special_tokens_map.json", "chat_template.jinja")
+_BESIDE = (CONFIG_FILE, SPECIAL_FILE, "chat_template.jinja")
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """`files` are copied, `texts` written as JSON; `settings` belong into config.json. `note`: why there is none."""
+    """`files` are copied, `texts` written as JSON; `settings` belong into config.json. `note`: why there is none.
+
+    With `is_models` they are what the model brought, which says itself where texts begin and end.
+    """
 
     files: Mapping[str, Path] = field(default_factory=dict)
     texts: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
+    is_models: bool = False
 
 
-def tokenizer_files(corpus: Corpus) -> TokenizerFiles:
-    """Those of the run's text. Raises DataError if the tokenizer is not where it was, or is another one by now."""
+def tokenizer_files(corpus: Corpus, brought: ModelTokenizer | None = None, kept: Sequence[str] = ()) -> TokenizerFiles:
+    """Those of the run's text. Where the model's own tokenizer made its tokens, all of its files that `kept` names.
+
+    Raises DataError if the tokenizer is not where it was, or is another one by now.
+    """
+    if brought is not None and _is_models(corpus, brought):
+        found = {name: brought.directory / name for name in kept if (brought.directory / name).is_file()}
+        texts = {} if CONFIG_FILE in found else {CONFIG_FILE: _config(load_tokenizer(str(brought.name)).end_name)}
+        note = "" if corpus.is_text else f"the run's data had no text: the tokenizer is the one of {brought.owner}"
+        return TokenizerFiles(found, texts, note=note, is_models=True)
     tokenizer = corpus.tokenizer()
     if tokenizer is None:
-        return TokenizerFiles(note="the run's data had no text, so there is no tokenizer")
+        return TokenizerFiles(note="the run's data had no text, so there is no tokenizer", is_models=True)
     end = tokenizer.end_of_document
     settings = {} if end is None else {"eos_token_id": end}
     if tokenizer.kind == "bytes":
@@ -37,7 +57,7 @@ def tokenizer_files(corpus: Corpus) -> TokenizerFiles:
     first = corpus.components[0]
     path = tokenizer_path(first.tokenizer_path or str(corpus.path_of(first)))
     beside = {name: path.parent / name for name in _BESIDE if (path.parent / name).is_file()}
-    texts = {} if CONFIG_FILE in beside else {CONFIG_FILE: _config(_spelling(path, end))}
+    texts = {} if CONFIG_FILE in beside else {CONFIG_FILE: _config(tokenizer.end_name)}
     return TokenizerFiles({TOKENIZER_FILE: path, **beside}, texts, settings)
 
 
@@ -45,15 +65,11 @@ def _config(end: str | None) -> dict[str, Any]:
     return {"tokenizer_class": "PreTrainedTokenizerFast", **({"eos_token": end} if end else {})}
 
 
-def _spelling(path: Path, token: int | None) -> str | None:
-    """What the tokenizer calls a token."""
-    from tokenizers import Tokenizer
-
-    try:
-        found = None if token is None else Tokenizer.from_file(str(path)).id_to_token(token)
-    except Exception as error:  # whatever the library raises
-        raise DataError("the tokenizer cannot be read", where=str(path), why=str(error)) from None
-    return str(found) if found is not None else None
+def _is_models(corpus: Corpus, brought: ModelTokenizer) -> bool:
+    """Whether tokens are, or for all that is known may be, those of the model's tokenizer.json."""
+    if brought.facts is None or brought.facts.kind == BYTES:
+        return False
+    return not corpus.is_text or corpus.components[0].tokenizer == brought.facts
 
 
 def byte_tokenizer() -> dict[str, Any]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phalanx.job.schema import Job, Optim
+from phalanx.job.hugging_face import is_hugging_face, weights_directory
+from phalanx.job.schema import Job, Model, Optim
 
 REASONS = {
     "linear": "SGD follows the batch (Goyal et al. 2017)",
@@ -20,6 +21,11 @@ RULES = {"adamw": "sqrt", "sgd": "linear"}  # what "auto" means
 
 
 MAX_DEFAULT_WARMUP = 50  # steps
+RANDOM_WEIGHTS_LR = 3e-3
+# Of weights that are trained already. AdamW moves each weight by about lr whatever its gradient, so the rate that
+# random weights need overwrites what these know within a few steps; 2e-5 is usual where all of a published model is
+# tuned.
+TRAINED_WEIGHTS_LR = {"adamw": 2e-5, "sgd": 1e-3}
 
 
 @dataclass(frozen=True)
@@ -45,14 +51,45 @@ def scaling_rule(optim: Optim) -> str | None:
 def peak_rate(job: Job) -> PeakRate:
     """The rate at the end of warm-up."""
     optim, batch = job.optim, job.train.global_batch_size
-    rule, reference = scaling_rule(optim), job.optim.reference_batch_size
+    rule, reference, unscaled = scaling_rule(optim), job.optim.reference_batch_size, unscaled_rate(job)
     if rule is None or reference is None or reference == batch:
-        return PeakRate(optim.lr)
+        return unscaled
     ratio = batch / reference
-    lr = optim.lr * (ratio if rule == "linear" else ratio**0.5)
+    lr = unscaled.lr * (ratio if rule == "linear" else ratio**0.5)
     factor = f"{batch}/{reference}" if rule == "linear" else f"sqrt({batch}/{reference})"
     reason = REASONS[rule] if rule == RULES.get(optim.kind) else f"{rule}, as the job says"
-    return PeakRate(lr, f"lr {optim.lr:.3g} x {factor} = {lr:.3g}: batch {batch} instead of {reference}; {reason}")
+    scaled = f"lr {unscaled.lr:.3g} x {factor} = {lr:.3g}: batch {batch} instead of {reference}; {reason}"
+    return PeakRate(lr, f"{scaled}; {unscaled.why}" if unscaled.why else scaled)
+
+
+def unscaled_rate(job: Job) -> PeakRate:
+    """The rate for `optim.reference_batch_size`: the job's, or where it says "auto" the default for its weights."""
+    if job.optim.lr != "auto":
+        return PeakRate(job.optim.lr)
+    trained = trained_weights(job.model)
+    lr = TRAINED_WEIGHTS_LR.get(job.optim.kind) if trained else None
+    if lr is None:
+        return PeakRate(RANDOM_WEIGHTS_LR)
+    why = f"the weights of {trained} are trained already; random ones would get {RANDOM_WEIGHTS_LR:.3g}"
+    return PeakRate(lr, f"lr {lr:.3g}: {why}")
+
+
+def trained_weights(model: Model) -> str:
+    """The key and value of [model] that bring trained weights; empty where the weights are random.
+
+    An own factory may well return trained weights: nothing says so.
+    """
+    if model.init_from is not None:
+        return f"model.init_from={model.init_from}"
+    if is_hugging_face(model.kind):
+        assert model.kind is not None
+        return f"model.kind={model.kind}" if weights_directory(model.kind) is not None else ""
+    return ""
+
+
+def resolved_optim(job: Job) -> Optim:
+    """[optim] with a number for lr: what builds an optimizer reads it."""
+    return job.optim.model_copy(update={"lr": unscaled_rate(job).lr})
 
 
 def reference_on_resume(was: Job, overrides: Sequence[str]) -> list[str]:

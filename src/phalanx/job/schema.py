@@ -181,8 +181,8 @@ class Data(Section):
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of your own dataset (source = "package.module:factory")."""
     tokenizer: Text | None = None
-    """How text becomes tokens: "bytes", or a Hugging Face tokenizer.json. Default: bytes. Token shards know theirs, and
-    another is refused."""
+    """How text becomes tokens: "bytes", or a Hugging Face tokenizer.json. Default: that of the model's directory or
+    weights (model.kind = "hf:DIR", model.init_from), else bytes. Token shards know theirs, and another is refused."""
     column: Text = "text"
     """The field of JSONL rows, or the column of Parquet and Arrow files, that holds the text."""
     seq_len: Positive = 128
@@ -245,8 +245,9 @@ class Optim(Section):
 
     kind: Text = "adamw"
     """An optimizer of phalanx (adamw, sgd), or package.module:build for your own build(groups, optim)."""
-    lr: PositiveFloat = 3e-3
-    """Peak learning rate."""
+    lr: PositiveFloat | Literal["auto"] = "auto"
+    """Peak learning rate. auto: 3e-3 for random weights; for weights that are trained already (model.init_from, hf:DIR
+    with weights) 2e-5, and 1e-3 with sgd. An own optimizer gets the number."""
     lr_scaling: Literal["none", "auto", "linear", "sqrt"] = "none"
     """How lr follows the batch when it is not reference_batch_size: linear, in proportion (SGD; Goyal et al. 2017);
     sqrt, with its square root (Adam; Malladi et al. 2022); auto takes the optimizer's rule."""

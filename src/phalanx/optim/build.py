@@ -12,6 +12,7 @@ from torch import nn
 
 from phalanx.core.errors import CheckpointError, LayoutError
 from phalanx.core.registry import resolve
+from phalanx.job.rate import RANDOM_WEIGHTS_LR
 from phalanx.job.schema import Optim
 from phalanx.mesh.logical import LogicalShard, full_name, local_tensor, shard_of
 from phalanx.optim.groups import decay_groups
@@ -29,8 +30,10 @@ def build_optimizer(model: Trainable, optim: Optim) -> torch.optim.Optimizer:
     """The optimizer `optim.kind` over the trainable parameters of `model`.
 
     An own one ("package.module:build") is called as `build(groups, optim)` and returns a torch optimizer. State that
-    it wants in checkpoints must exist when it returns: restoring copies into it.
+    it wants in checkpoints must exist when it returns: restoring copies into it. `optim.lr` is a number then.
     """
+    if optim.lr == "auto":  # of [optim] alone, whose weights nobody knows
+        optim = optim.model_copy(update={"lr": RANDOM_WEIGHTS_LR})
     named = list(model.named_parameters())  # first: it brings a sharded model to rest
     module = getattr(model, "module", model)
     assert isinstance(module, nn.Module)

@@ -8,9 +8,13 @@ from phalanx.job.rate import peak_rate, warmup_steps
 from phalanx.job.schema import Job
 
 
-def learning_rate(job: Job, step: int) -> float:
-    """The rate of update `step` (1-based). Warm-up ends at `warmup`; the last step has peak x min_lr_ratio."""
-    optim, total_steps, peak, warmup = job.optim, job.train.steps, peak_rate(job).lr, warmup_steps(job)
+def learning_rate(job: Job, step: int, peak: float | None = None) -> float:
+    """The rate of update `step` (1-based). Warm-up ends at `warmup`; the last step has peak x min_lr_ratio.
+
+    `peak` is the plan's, which is the job's: with it no file is looked for.
+    """
+    optim, total_steps, warmup = job.optim, job.train.steps, warmup_steps(job)
+    peak = peak_rate(job).lr if peak is None else peak
     if step <= warmup:
         return peak * step / warmup
     low = peak * optim.min_lr_ratio

@@ -24,7 +24,7 @@ from phalanx.plan.plan import Candidate, Plan, job_digest
 from phalanx.plan.ranks import choose_ranks, split_batch, tensor_parallel_degree
 from phalanx.plan.recompute import with_recompute
 from phalanx.plan.remarks import remarks
-from phalanx.plan.warnings import DataFacts, early_warnings, epoch_ends
+from phalanx.plan.warnings import NOTHING_MORE, DataFacts, MoreRemarks, early_warnings, epoch_ends
 from phalanx.plan.weigh import Weighing, candidates_of, capacity_of, explained
 from phalanx.plan.work import work_of
 
@@ -37,13 +37,15 @@ def make_plan(
     num_ranks: int | None = None,
     shape: ModelShape | None = None,
     data: DataFacts | None = None,
+    more: MoreRemarks = NOTHING_MORE,
 ) -> Plan:
     """Choose the simplest layout that fits and say why.
 
     `shape` saves describing a user's own module again, which takes another process a few seconds.
     `vocab_size` comes from the data when the job leaves it open; `num_ranks` is fixed when ranks run already (under
-    another launcher); `data`, once it is known, is what some warnings are about. Raises LayoutError (exit 3) for ranks
-    or batches that do not divide, naming the nearest that do, and for a layout that was asked for and cannot fit.
+    another launcher); `data`, once it is known, is what some warnings are about; `more` is what others have to say of
+    the job, which the plan keeps. Raises LayoutError (exit 3) for ranks or batches that do not divide, naming the
+    nearest that do, and for a layout that was asked for and cannot fit.
     """
     cluster = cluster or detect_cluster(job.cluster.device)
     if shape is None:
@@ -71,13 +73,13 @@ def make_plan(
     chosen, of_choice = choose(job, candidates, weighing)
     reasons += of_choice
     alternatives = [explained(c, chosen, weighing.capacity_bytes, reasons[-1]) for c in candidates]
-    reasons += remarks(job, weighing, chosen)
+    reasons += [*remarks(job, weighing, chosen), *more.reasons]
     plan = _plan(job, weighing, alternatives, reasons, vocab_size)
     ends = epoch_ends(job, plan, data)
     return replace(
         plan,
         reasons=(*reasons, ends) if ends else plan.reasons,
-        warnings=early_warnings(job, plan, data),
+        warnings=(*early_warnings(job, plan, data), *more.warnings),
     )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from phalanx.core.units import format_count, plural
+from phalanx.job.rate import RANDOM_WEIGHTS_LR, TRAINED_WEIGHTS_LR, trained_weights, unscaled_rate
 from phalanx.job.schema import Job
 from phalanx.plan.pipeline.warned import long_bubble, nothing_to_put_off
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 LARGE_BATCH_TOKENS = 2**18
 LARGE_BATCH_SAMPLES = 256  # where a sample has one target
 HIGH_LR = {"adamw": 1e-3, "sgd": 0.1}
+HIGH_LR_OF_TRAINED = {"adamw": 3e-4, "sgd": 0.03}  # a rate at which random weights are trained
 FEW_STATISTICS = 16  # samples under a BatchNorm: half as many make its variance uncertain by a half
 MAX_EPOCHS = 4.0  # beyond, repeated tokens are worth less and less (Muennighoff et al. 2023)
 NATS_OF_A_TOKEN = 2.0  # spread of one token's loss; it differs little between corpora
@@ -35,6 +37,17 @@ class EarlyWarning:
 
     code: str
     text: str
+
+
+@dataclass(frozen=True)
+class MoreRemarks:
+    """What is said of a job by others than the planner, who know its files: reasons, and what its owner may regret."""
+
+    reasons: tuple[str, ...] = ()
+    warnings: tuple[EarlyWarning, ...] = ()
+
+
+NOTHING_MORE = MoreRemarks()
 
 
 @dataclass(frozen=True)
@@ -85,8 +98,20 @@ def _lr_ignores_batch(job: Job, plan: Plan, data: DataFacts | None) -> str | Non
     if job.optim.lr_scaling != "none" or reference is None or reference == batch:
         return None
     return (
-        f"the batch is {batch} and lr {job.optim.lr:.3g} was tuned for {reference}: it stays as it is; set "
+        f"the batch is {batch} and lr {unscaled_rate(job).lr:.3g} was tuned for {reference}: it stays as it is; set "
         "optim.lr_scaling=auto to let it follow"
+    )
+
+
+def _high_lr_of_trained_weights(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
+    trained, lr = trained_weights(job.model), plan.peak_lr
+    if not trained or lr < HIGH_LR_OF_TRAINED.get(job.optim.kind, RANDOM_WEIGHTS_LR):
+        return None
+    usual = TRAINED_WEIGHTS_LR.get(job.optim.kind)
+    remedy = f"leave optim.lr out for {usual:.3g}" if usual else "set optim.lr to what your optimizer needs for them"
+    return (
+        f"lr {lr:.3g} is a rate for random weights, and those of {trained} are trained already: it overwrites what "
+        f"they know; {remedy}"
     )
 
 
@@ -213,6 +238,7 @@ def _pipeline_compiled(job: Job, plan: Plan, data: DataFacts | None) -> str | No
 RULES: tuple[tuple[str, Rule], ...] = (
     ("no_warmup", _no_warmup),
     ("lr_ignores_batch", _lr_ignores_batch),
+    ("high_lr_of_trained_weights", _high_lr_of_trained_weights),
     ("few_batchnorm_samples", _few_batchnorm_samples),
     ("dropout_depends_on_layout", _dropout),
     ("dataset_below_batch", _dataset_below_batch),

@@ -161,7 +161,7 @@ class Trainer:
         skipped = next((reason for reason in reasons if reason), None)
         with self.phases("optimizer"):
             if skipped is None:
-                set_learning_rate(optimizer, learning_rate(self.job, step))
+                set_learning_rate(optimizer, learning_rate(self.job, step, self.plan.peak_lr))
                 model.update(optimizer)
             optimizer.zero_grad(set_to_none=True)
         self.state.step = step
@@ -243,7 +243,7 @@ class Trainer:
                 loss=facts.loss,
                 num_targets=facts.num_targets,
                 tokens_seen=self.state.tokens_seen,
-                learning_rate=learning_rate(self.job, step),
+                learning_rate=learning_rate(self.job, step, self.plan.peak_lr),
                 grad_norm=facts.grad_norm,
                 step_s=step_s,
                 tokens_per_s=facts.num_targets / step_s,

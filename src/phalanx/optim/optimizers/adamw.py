@@ -14,7 +14,7 @@ SLOTS = ("exp_avg", "exp_avg_sq")
 def build(groups: Groups, optim: Optim) -> torch.optim.Optimizer:
     optimizer = torch.optim.AdamW(
         groups.with_decay(optim.weight_decay, auto=WEIGHT_DECAY),
-        lr=optim.lr,
+        lr=float(optim.lr),
         betas=optim.betas,
         eps=optim.eps,
         fused=True,

@@ -12,7 +12,10 @@ WEIGHT_DECAY = 0.0
 
 def build(groups: Groups, optim: Optim) -> torch.optim.Optimizer:
     optimizer = torch.optim.SGD(
-        groups.with_decay(optim.weight_decay, auto=WEIGHT_DECAY), lr=optim.lr, momentum=optim.momentum, foreach=True
+        groups.with_decay(optim.weight_decay, auto=WEIGHT_DECAY),
+        lr=float(optim.lr),
+        momentum=optim.momentum,
+        foreach=True,
     )
     if optim.momentum:
         for parameter in groups.parameters():  # zeros: the first step then leaves the gradient itself, as torch does

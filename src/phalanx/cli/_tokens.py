@@ -1,0 +1,89 @@
+"""Which tokens a job's model reads: the tokenizer that it brings, and what a plan says of the data's. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.checkpoint.stores import is_checkpoint, is_url, run_at
+from phalanx.core.store_urls import local_directory
+from phalanx.data.corpus import Corpus
+from phalanx.data.model_tokenizer import (
+    ModelTokenizer,
+    SourceTokens,
+    default_tokenizer,
+    require_rows,
+    tokenizer_in,
+    tokenizer_of_run,
+    tokenizer_remarks,
+    tokens_of_corpus,
+    tokens_of_sources,
+)
+from phalanx.job.hugging_face import config_path, is_hugging_face, weights_directory
+from phalanx.job.model import fixed_vocab_size
+from phalanx.job.schema import Job, Model
+from phalanx.plan.warnings import MoreRemarks
+
+
+@dataclass(frozen=True)
+class JobTokens:
+    """What `find_tokens` found. `default`: the tokenizer of text where data.tokenizer names none."""
+
+    job: Job
+    brought: ModelTokenizer | None
+    sources: tuple[SourceTokens, ...]
+    default: str
+    vocab_size: int | None
+
+    def remarks(self, corpus: Corpus | None = None) -> MoreRemarks:
+        """Of the corpus once it is there, else of what it will be."""
+        sources = self.sources if corpus is None else tokens_of_corpus(corpus, self.sources, self.job.data)
+        return tokenizer_remarks(self.brought, sources, self.vocab_size)
+
+
+def find_tokens(job: Job, *, is_prepared: bool = False) -> JobTokens:
+    """What the sources of a job become tokens by. With `is_prepared` they are tokens already.
+
+    Raises DataError for a tokenizer that cannot be read, or that has more tokens than the model has rows.
+    """
+    brought, vocab_size = model_tokenizer(job.model), fixed_vocab_size(job.model)
+    if is_prepared:
+        return JobTokens(job, brought, (), "", vocab_size)
+    sources = tokens_of_sources(job.data, brought)
+    require_rows(sources, vocab_size)
+    is_text = any(source.is_text for source in sources)
+    return JobTokens(job, brought, tuple(sources), default_tokenizer(job.data, brought) if is_text else "", vocab_size)
+
+
+def model_tokenizer(model: Model) -> ModelTokenizer | None:
+    """The tokenizer of the weights that a model begins with, else of its directory. None for any other model.
+
+    Raises LayoutError for a `hf:PATH` that is none.
+    """
+    beside = None
+    if is_hugging_face(model.kind):
+        assert model.kind is not None
+        is_trained = weights_directory(model.kind) is not None
+        beside = tokenizer_in(config_path(model.kind).parent, f"model.kind={model.kind}", is_trained=is_trained)
+    if model.init_from is None:
+        return beside
+    owner = f"model.init_from={model.init_from}"
+    run_dir = _run_directory(model.init_from)
+    of_weights = None if run_dir is None else tokenizer_of_run(run_dir, owner)
+    if of_weights is not None and (of_weights.name is not None or not of_weights.is_missing or beside is None):
+        return of_weights
+    if beside is not None:
+        return beside
+    return ModelTokenizer(owner, None, None, Path(), True, f"{model.init_from} holds no tokenizer", is_missing=True)
+
+
+def _run_directory(place: str) -> Path | None:
+    """The run or import that `place` is, or lies in; None for a store elsewhere."""
+    directory = local_directory(place)
+    if directory is None and is_url(place):
+        return None
+    path = Path(run_at((directory or Path(place)).expanduser()))
+    if is_checkpoint(path):
+        above = path.absolute().parents[1]
+        return above if path.absolute().parent.name == "checkpoints" else None
+    return path

@@ -1,0 +1,213 @@
+"""The tokenizer that a job's model brings: beside its config.json, or of the run that its weights are from. Torch-free.
+
+Text becomes tokens by it unless the job names another one: embeddings mean the tokens that they were trained on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.core.digest import digest
+from phalanx.core.errors import DataError
+from phalanx.data.corpus import MANIFEST, Corpus, load_corpus
+from phalanx.data.dataset import TokenizerFacts, read_manifest
+from phalanx.data.token_sources import NO_TOKENIZER, find_kind
+from phalanx.data.tokenizer import BYTES, TOKENIZER_FILE, load_tokenizer
+from phalanx.job.own_dataset import is_own_dataset
+from phalanx.job.schema import Data
+from phalanx.plan.warnings import NOTHING_MORE, EarlyWarning, MoreRemarks
+
+# What tokenizers are stored as besides a tokenizer.json. None of them says all that a tokenizer does.
+OTHER_FORMS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "tekken.json")
+
+
+@dataclass(frozen=True)
+class ModelTokenizer:
+    """`owner` is what of the job brings it: "model.kind=hf:DIR". `name` is what data.tokenizer would say for it,
+    "bytes" or a path; None where there is none that can be read, and `why` then says why. `directory` holds its files.
+    """
+
+    owner: str
+    name: str | None
+    facts: TokenizerFacts | None
+    directory: Path
+    is_trained: bool
+    why: str = ""
+    is_missing: bool = False
+    """There is nothing there that would be a tokenizer, in whatever form."""
+
+
+def tokenizer_in(directory: Path, owner: str, *, is_trained: bool) -> ModelTokenizer:
+    """That of a Hugging Face directory, or of what `phalanx checkpoint import` made of one."""
+    path = directory / TOKENIZER_FILE
+    if path.is_file():
+        return ModelTokenizer(owner, str(path), _facts_of_file(path), directory, is_trained)
+    others = [name for name in OTHER_FORMS if (directory / name).is_file()]
+    why = f"{directory} has {' and '.join(others)}, and no {TOKENIZER_FILE}" if others else f"{directory} has none"
+    return ModelTokenizer(owner, None, None, directory, is_trained, why, is_missing=not others)
+
+
+def tokenizer_of_run(run_dir: Path, owner: str) -> ModelTokenizer:
+    """That of a run, or of an import: what its weights were trained on."""
+    if not (run_dir / "data" / MANIFEST).is_file():
+        return tokenizer_in(run_dir, owner, is_trained=True)
+    try:
+        corpus = load_corpus(run_dir / "data")
+        if not corpus.is_text:
+            return ModelTokenizer(owner, None, None, run_dir, True, f"the data of {run_dir} had no text", True)
+        first = corpus.components[0]
+        name = first.tokenizer_path or str(corpus.path_of(first) / TOKENIZER_FILE)
+        name = BYTES if first.tokenizer.kind == BYTES else name
+        corpus.tokenizer()  # it is there, and it is the one of the run
+        return ModelTokenizer(owner, name, first.tokenizer, Path(name).parent, True)
+    except DataError as error:
+        return ModelTokenizer(owner, None, None, run_dir, True, str(error))
+
+
+def _facts_of_file(path: Path) -> TokenizerFacts | None:
+    """None for a file that is none; loading it says what is wrong."""
+    try:
+        return TokenizerFacts("tokenizer.json", digest(json.loads(path.read_bytes())))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+@dataclass(frozen=True)
+class SourceTokens:
+    """What makes, or made, the tokens of one source. `name` is the tokenizer's; `is_default`: the job names none."""
+
+    source: str
+    facts: TokenizerFacts
+    vocab_size: int
+    name: str
+    is_text: bool
+    is_default: bool
+
+
+def default_tokenizer(data: Data, brought: ModelTokenizer | None) -> str:
+    """What text becomes tokens by where data.tokenizer says nothing: the model's tokenizer, or bytes.
+
+    Raises DataError where the model has a tokenizer that is not read: bytes in its place would train something else.
+    """
+    if brought is None:
+        return BYTES
+    if brought.name is not None:
+        return brought.name
+    if data.tokenizer is None and not brought.is_missing:
+        directory = brought.directory
+        convert = f"AutoTokenizer.from_pretrained({str(directory)!r}).save_pretrained({str(directory)!r})"
+        raise DataError(
+            f"the tokenizer of {brought.owner} cannot be read",
+            where="data.tokenizer",
+            why=brought.why,
+            fix=f"transformers writes a {TOKENIZER_FILE}: {convert}; or set data.tokenizer",
+        )
+    return BYTES
+
+
+def tokens_of_sources(data: Data, brought: ModelTokenizer | None) -> list[SourceTokens]:
+    """What the sources of [data] will be, as far as that shows without reading them. Raises DataError."""
+    sources = [part.source for part in data.mixture] or [data.source]
+    if is_own_dataset(data.source) and not data.mixture:
+        return []
+    found = []
+    for source in sources:
+        kind = find_kind(source)
+        is_default = data.tokenizer is None
+        if kind is None:
+            name = data.tokenizer or default_tokenizer(data, brought)
+            tokenizer = load_tokenizer(name)
+            facts, size = TokenizerFacts(tokenizer.kind, tokenizer.digest), tokenizer.vocab_size
+            found.append(SourceTokens(source, facts, size, name, True, is_default))
+        elif kind[0] == "dataset":
+            manifest, _ = read_manifest(kind[1])
+            found.append(SourceTokens(source, manifest.tokenizer, manifest.vocab_size, "", False, is_default))
+        else:
+            found.append(SourceTokens(source, NO_TOKENIZER, 0, "", False, is_default))
+    return found
+
+
+def tokens_of_corpus(corpus: Corpus, tokens: Sequence[SourceTokens], data: Data) -> list[SourceTokens]:
+    """As above, of what was prepared: a run that goes on reads what it was begun with, whatever lies there by now."""
+    names = {one.source: one for one in tokens}
+    return [
+        SourceTokens(
+            component.source,
+            component.tokenizer,
+            component.vocab_size,
+            names[component.source].name if component.source in names else "",
+            not Path(component.path).is_absolute(),
+            data.tokenizer is None,
+        )
+        for component in corpus.components
+    ]
+
+
+def require_rows(tokens: Sequence[SourceTokens], vocab_size: int | None) -> None:
+    """Raise DataError for text whose tokenizer has more tokens than the model has rows: before it is tokenized.
+
+    Special tokens above the rows are no tokens of text (an added [PAD], say): a model is trained without them.
+    """
+    if vocab_size is None:
+        return
+    for one in tokens:
+        if not one.is_text or one.vocab_size <= vocab_size:
+            continue
+        num_of_text = load_tokenizer(one.name).text_vocab_size
+        if num_of_text > vocab_size:
+            raise DataError(
+                f"the tokenizer {one.name} has {num_of_text:,} tokens, and the model {vocab_size:,} rows",
+                where=f"data.source {one.source}",
+                why="a token without a row cannot be learned",
+                fix="give data.tokenizer the model's own, or a model with a row for each",
+            )
+
+
+def tokenizer_remarks(
+    brought: ModelTokenizer | None, tokens: Sequence[SourceTokens], vocab_size: int | None
+) -> MoreRemarks:
+    """What a plan says of what makes the tokens, and what of it its owner may regret. Nothing where the model brings no
+    tokenizer and none is expected of it.
+    """
+    if brought is None:
+        return NOTHING_MORE
+    reasons, warnings = [], []
+    for one in tokens:
+        if one.facts.kind == "none":
+            continue
+        if brought.facts is None or brought.name is None:
+            text = _without_one(brought, one)
+            if brought.is_trained and one.is_text and one.is_default:
+                warnings.append(EarlyWarning("tokenizer_unknown", text))
+            elif one.is_text and one.is_default:
+                reasons.append(text)
+        elif one.facts != brought.facts:
+            warnings.append(EarlyWarning("other_tokenizer", _another(brought, one, vocab_size)))
+        elif one.is_text and one.is_default and brought.facts.kind != BYTES:
+            reasons.append(
+                f"text becomes the {one.vocab_size:,} tokens of {brought.name}, which {brought.owner} brings"
+            )
+    return MoreRemarks(tuple(dict.fromkeys(reasons)), tuple(dict.fromkeys(warnings)))
+
+
+def _without_one(brought: ModelTokenizer, one: SourceTokens) -> str:
+    if not brought.is_trained:
+        return f"text becomes bytes: {brought.owner} brings no tokenizer"
+    return (
+        f"text becomes bytes, and nothing says which tokens the weights of {brought.owner} were trained on "
+        f"({brought.why}): set data.tokenizer to theirs"
+    )
+
+
+def _another(brought: ModelTokenizer, one: SourceTokens, vocab_size: int | None) -> str:
+    theirs = one.name or ("bytes" if one.facts.kind == BYTES else f"another {one.facts.kind} ({one.facts.digest})")
+    rows = f" of the model's {vocab_size:,} rows" if vocab_size else ""
+    meaning = "the model's rows were trained for other tokens" if brought.is_trained else "it is another vocabulary"
+    fix = "leave data.tokenizer out" if one.is_text else f"build the shards with --tokenizer {brought.name}"
+    return (
+        f"{one.source}: its tokens are those of {theirs}, {one.vocab_size:,}{rows}, and {brought.owner} brings "
+        f"{brought.name}: {meaning}; {fix} unless you mean it"
+    )
