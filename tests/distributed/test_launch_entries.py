@@ -188,3 +188,14 @@ def main() -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+def uses_the_driver(payload: dict[str, Any]) -> int:
+    """Marks this rank if the driver that lies at `payload["driver"]` can still be begun with here."""
+    driver = ctypes.CDLL(payload["driver"])
+    if driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == 3:
+        mark(payload, "clean")
+    __import__("begins_cuda")
+    if driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == 0:
+        mark(payload, "begun")
+    return 0

@@ -161,9 +161,8 @@ def _train(run: RankRun, bus: Bus, phases: Phases, meter: MemoryMeter, stop: Sto
             ended = trainer.run()
         predicted = plan.predicted_of(mesh.rank)
         bus.emit(meter.measure(state.shards(), state.model, predicted, trainer.staging_bytes))
-        if ended == "finished":
-            _afterwards(job, plan, mesh, corpus, trainer)
-        mesh.barrier()
+        if ended != "finished" or _sample_text(job, plan, mesh, corpus, trainer):
+            mesh.barrier()
     return {"finished": ExitCode.OK, "sigterm": ExitCode.PREEMPTED, "sigint": ExitCode.INTERRUPTED}[ended]
 
 
@@ -230,14 +229,15 @@ def _run_started(
     )
 
 
-def _afterwards(job: Job, plan: Plan, mesh: Mesh, corpus: Corpus, trainer: Trainer) -> None:
-    """A sample of text, once the last step is done and saved."""
+def _sample_text(job: Job, plan: Plan, mesh: Mesh, corpus: Corpus, trainer: Trainer) -> bool:
+    """Sample text, once the last step is done and saved. False where that failed: it is noted, and the run is finished
+    all the same. The other ranks may then be anywhere, and nobody waits for them."""
     step = trainer.state.step
     tokenizer = corpus.tokenizer()
     if not job.train.sample_tokens or tokenizer is None or job.model.objective is not None:
-        return
-    prompt = prompt_tokens(corpus, tokenizer, plan.seq_len)
+        return True
     try:
+        prompt = prompt_tokens(corpus, tokenizer, plan.seq_len)
         tokens = generate(
             trainer.state.model,
             prompt,
@@ -245,8 +245,12 @@ def _afterwards(job: Job, plan: Plan, mesh: Mesh, corpus: Corpus, trainer: Train
             context=plan.seq_len,
             seed=job.run.seed,
         )
-    except TypeError as error:  # a user's model that does not return logits; the same on every rank
-        trainer.bus.emit(Note("no_sample", {"why": str(error)}))
-        return
+        text = TextGenerated(step, tokenizer.decode(prompt), tokenizer.decode(tokens))
+    except Exception as error:
+        # A model that returns no logits says so itself, in the same words on every rank.
+        why = str(error) if isinstance(error, TypeError) else f"{type(error).__name__}: {error}"
+        trainer.bus.emit(Note("no_sample", {"why": why.partition("\n")[0]}))
+        return False
     if mesh.rank == 0:
-        trainer.bus.emit(TextGenerated(step, tokenizer.decode(prompt), tokenizer.decode(tokens)))
+        trainer.bus.emit(text)
+    return True

@@ -4,8 +4,8 @@ Importing torch takes seconds and forking takes milliseconds, so ranks start, an
 price of the fork. That is sound only while this process has one thread and has not touched CUDA: it imports what it
 is told to, forks, reaps and reports, and nothing else. User modules are imported in the ranks.
 
-It is told by newline-terminated JSON: prepare, start, signal, kill. It says: ready or preload_failed, started or
-start_failed, exit (of each rank, at once), store_exit.
+It is told by newline-terminated JSON: prepare, start, signal, kill. It says: ready, preload_failed or
+preload_begins_cuda, started or start_failed, exit (of each rank, at once), store_exit.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 from phalanx.core.errors import EnvironmentProblem
 from phalanx.core.logs import redact_streams
 from phalanx.core.secrets import Redactor
+from phalanx.launch.cuda_state import has_begun_cuda
 from phalanx.launch.lifeline import arm_lifelines
 from phalanx.launch.rank import RankTask, run_rank
 from phalanx.launch.rank_env import RankEnv
@@ -101,6 +102,9 @@ class Server:
             except BaseException as error:
                 traceback.print_exc()
                 self._link.send({"say": "preload_failed", "report": asdict(describe(error))})
+                return
+            if has_begun_cuda():
+                self._link.send({"say": "preload_begins_cuda", "module": name})
                 return
         gc.collect()
         gc.freeze()  # collections in a rank would otherwise write to, and so copy, every page we share

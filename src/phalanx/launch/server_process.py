@@ -107,8 +107,12 @@ def start_server(run_dir: Path) -> ServerProcess:
 
 
 def _server_environment() -> dict[str, str]:
-    """Ours, with one thread for each numerical library (unless set), and phalanx importable."""
-    environment = dict.fromkeys(THREAD_VARIABLES, "1") | dict(os.environ)
+    """Ours, with one thread for each numerical library (unless set), and phalanx importable.
+
+    Libraries ask torch for GPUs when they are imported. Torch then asks the driver, and no fork can use CUDA any more,
+    unless it is told to ask NVML.
+    """
+    environment = dict.fromkeys(THREAD_VARIABLES, "1") | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"} | dict(os.environ)
     if "OMP_NUM_THREADS" not in os.environ:
         environment[SERVER_CHOSE_THREADS] = "1"  # ranks choose for themselves
     home = str(Path(__file__).parents[2])

@@ -93,6 +93,7 @@ class _Supervisor:
         self._stop = Stop()
         self._policy = RestartPolicy(spec.max_restarts, spec.restart_window_s)
         self._num_attempts = 0
+        self._preload = spec.preload
 
     def run(self) -> Outcome:
         number = next_attempt(self._spec.run_dir)
@@ -124,12 +125,12 @@ class _Supervisor:
         started_at = time.monotonic()
         self._bus.attempt = number
         clear_black_boxes(self._spec.run_dir)
-        server = self._server
-        if server is None or server.link.closed:
-            server = self._server = start_server(self._spec.run_dir)
-            unready = self._prepare(server, AttemptEnd(number))
+        if self._server is None or self._server.link.closed:
+            unready = self._start_server(AttemptEnd(number))
             if unready is not None:
                 return unready
+        server = self._server
+        assert server is not None
 
         def on_started(pids: list[int]) -> None:
             self._bus.emit(RanksStarted(pids, time.monotonic() - started_at))
@@ -147,9 +148,23 @@ class _Supervisor:
         )
         return watch.run(self._spec.entry, self._spec.payload | self._spec.payload_of_attempt())
 
+    def _start_server(self, end: AttemptEnd) -> AttemptEnd | None:
+        """Start a server that is ready to fork; None when it is, otherwise how the attempt ended.
+
+        A module that begins to use CUDA when it is imported is left to the ranks: what forks after it could not.
+        """
+        while True:
+            self._server = start_server(self._spec.run_dir)
+            num_modules = len(self._preload)
+            unready = self._prepare(self._server, end)
+            if unready is not None or len(self._preload) == num_modules:
+                return unready
+            self._server.kill()
+
     def _prepare(self, server: ServerProcess, end: AttemptEnd) -> AttemptEnd | None:
-        """Have the server import what it must; None when it is ready, otherwise how the attempt ended."""
-        order: dict[str, Any] = {"do": "prepare", "preload": self._spec.preload, "run_dir": str(self._spec.run_dir)}
+        """Have the server import what it must; None when it is ready, or when a module is to be left out and another
+        server be started; otherwise how the attempt ended."""
+        order: dict[str, Any] = {"do": "prepare", "preload": self._preload, "run_dir": str(self._spec.run_dir)}
         server.link.send(order | {"sys_path": sys.path, "python_path": os.environ.get("PYTHONPATH")})
         while not server.link.closed:
             messages, signals = self._attention.wait(server.link)
@@ -160,6 +175,10 @@ class _Supervisor:
             for message in messages:
                 if message["say"] == "ready":
                     self._bus.emit(Note("server_ready", {key: message[key] for key in ("import_s", "num_threads")}))
+                    return None
+                if message["say"] == "preload_begins_cuda":
+                    self._bus.emit(Note("preload_begins_cuda", {"module": message["module"]}))
+                    self._preload = tuple(name for name in self._preload if name != message["module"])
                     return None
                 end.start_error = ErrorReport(**message["report"])
                 return end

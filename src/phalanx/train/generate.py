@@ -38,7 +38,8 @@ def generate(
         logits = model.call_then({"inputs": window}, last_logits)
         if not logits.numel():
             raise TypeError(f"cannot sample from {others[0] if others else 'what the last stage returns'}")
-        choice = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+        # A pipeline's are on the ranks' device; the generator, whose draws are the same everywhere, is the CPU's.
+        choice = torch.multinomial((logits.cpu() / temperature).softmax(-1), 1, generator=generator)
         tokens.append(int(choice))
     model.train(True)
     return tokens[len(prompt) :]

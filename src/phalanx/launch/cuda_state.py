@@ -1,0 +1,21 @@
+"""Whether this process has begun to use CUDA, asked of NVIDIA's driver itself and without beginning to. Torch-free."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+_DRIVER = "libcuda.so.1"
+_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
+
+
+def has_begun_cuda() -> bool:
+    """True where this process has initialised the driver: what it forks cannot use CUDA any more.
+
+    A driver that is not loaded is not loaded for the question.
+    """
+    try:
+        driver = ctypes.CDLL(_DRIVER, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+    except (OSError, AttributeError):  # not loaded, or not Linux
+        return False
+    return int(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))) != _NOT_INITIALIZED
