@@ -230,11 +230,40 @@ def test_a_segfault_shows_its_stack(run: Run) -> None:
     assert f"{ENTRIES}.py" in outcome.message
 
 
-@pytest.mark.parametrize("how", ["os._exit", "SystemExit"])
-def test_an_exit_code_of_ours_passes_through(run: Run, how: str) -> None:
-    outcome = run.supervise("exits", payload={"how": how, "code": 8})
+@pytest.mark.parametrize("code", [0, 8, 75, 130])
+@pytest.mark.parametrize("how", ["os._exit", "SystemExit", "thread", "C"])
+def test_a_rank_that_leaves_before_its_work_is_done_has_crashed(run: Run, how: str, code: int) -> None:
+    """Whatever code it leaves with, and though the other one waits for it for ever: only the entry's return counts."""
+    outcome = run.supervise("exits", payload={"how": how, "code": code, "leavers": [1]}, max_restarts=1)
+    assert (outcome.exit_code, outcome.status, outcome.attempts) == (10, "failed", 2)
+    words = f"sys.exit({code}) was called" if how == "SystemExit" else f"exited with code {code} at step 5 in data"
+    assert words in outcome.message.splitlines()[0]
+    assert [failed.event.failed_rank for failed in run.events(RankFailed)] == [1, 1]
+
+
+def test_all_ranks_that_leave_have_not_finished(run: Run) -> None:
+    outcome = run.supervise("exits", payload={"how": "os._exit", "code": 0, "leavers": [0, 1]}, max_restarts=10)
+    assert (outcome.exit_code, outcome.status, outcome.attempts) == (10, "failed", 3)
+    assert outcome.message.startswith("deterministic failure at step 5: exited with code 0 (3 times in a row)")
+
+
+def test_a_rank_that_leaves_before_the_first_step_is_not_tried_again(run: Run) -> None:
+    outcome = run.supervise("exits", payload={"how": "SystemExit", "code": 0, "leavers": [0, 1], "step": 0})
+    assert (outcome.exit_code, outcome.attempts) == (1, 1)
+    assert "sys.exit(0) was called before the run was done" in outcome.message
+    assert f"{ENTRIES}.py" in outcome.message, "the line that called it"
+
+
+def test_a_code_that_the_entry_returns_passes_through(run: Run) -> None:
+    outcome = run.supervise("exits", payload={"how": "return", "code": 8, "leavers": [0, 1]})
     assert (outcome.exit_code, outcome.attempts) == (8, 1)
-    assert "exited with code 8 at step 5 in data" in outcome.message
+    assert "ended with code 8 at step 5 in data" in outcome.message
+
+
+def test_a_report_is_heard_although_the_way_out_blocks(run: Run) -> None:
+    outcome = run.supervise("reports_and_hangs")
+    assert (outcome.exit_code, outcome.attempts) == (1, 1)
+    assert "ValueError: boom" in outcome.message
 
 
 def test_sigterm_lets_the_ranks_save_and_leave(run: Run) -> None:

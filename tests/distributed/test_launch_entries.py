@@ -136,10 +136,29 @@ def segfaults(payload: dict[str, Any]) -> int:
 
 
 def exits(payload: dict[str, Any]) -> int:
-    at_step(payload, 5, "data")
-    if payload["how"] == "os._exit":
-        os._exit(payload["code"])
+    """The ranks of `leavers` leave, each in the way `how`; others wait for ever, as in a collective."""
+    at_step(payload, payload.get("step", 5), "data")
+    if rank() not in payload["leavers"]:
+        signal.pause()
+    match payload["how"]:
+        case "os._exit":
+            os._exit(payload["code"])
+        case "thread":
+            threading.Thread(target=os._exit, args=(payload["code"],)).start()
+            signal.pause()
+        case "C":
+            ctypes.CDLL(None).exit(payload["code"])
+        case "return":
+            return int(payload["code"])
     raise SystemExit(payload["code"])
+
+
+def reports_and_hangs(payload: dict[str, Any]) -> int:
+    """Rank 0 reports its error, then waits for ever in its cleanup, as for communicators of ranks that do not come."""
+    if rank() == 0:
+        payload["report_error"](ValueError("boom"))
+    while True:
+        signal.pause()
 
 
 def trains(payload: dict[str, Any]) -> int:

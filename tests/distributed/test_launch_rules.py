@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
+import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +14,11 @@ import pytest
 from phalanx.core.errors import DataError, EnvironmentProblem, RestartBudgetError
 from phalanx.core.phases import BlackBox
 from phalanx.launch.attempt import AttemptEnd, RankExit
+from phalanx.launch.end_record import EndRecord, EndWriter, open_end_pipe
 from phalanx.launch.external import external_ranks
 from phalanx.launch.paths import black_box, clear_black_boxes, next_attempt
 from phalanx.launch.rank_env import RankEnv, rank_variables
-from phalanx.launch.reports import ErrorReport, describe, load_report
+from phalanx.launch.reports import ErrorReport, describe
 from phalanx.launch.restarts import RestartPolicy
 from phalanx.launch.verdict import Failure, find_failure
 
@@ -133,8 +137,48 @@ class TestReports:
     def test_survives_a_round_trip_and_odd_text(self, tmp_path: Path) -> None:
         report = raised(ValueError("surrogate \udcff"))
         report.save(tmp_path / "logs" / "x.error.json")
-        assert load_report(tmp_path / "logs" / "x.error.json") == report
-        assert load_report(tmp_path / "absent.json") is None
+        assert ErrorReport(**json.loads((tmp_path / "logs" / "x.error.json").read_text())) == report
+
+    @pytest.mark.parametrize(
+        ("code", "words"),
+        [(0, "sys.exit(0) was called"), (None, "sys.exit() was called"), ("no data", "no data")],
+    )
+    def test_sys_exit_says_what_it_was(self, code: int | str | None, words: str) -> None:
+        report = raised(SystemExit(code))
+        assert report.one_line.startswith(f"SystemExit: {words}")
+        assert report.exit_code == 1
+
+
+class TestEndRecords:
+    def test_the_first_record_of_the_rank_itself_is_the_one_that_counts(self) -> None:
+        reader, fd = open_end_pipe()
+        writer = EndWriter(fd)
+        if (pid := os.fork()) == 0:
+            writer.tell(EndRecord(0))  # a process that user code forked does not speak for the rank
+            os._exit(0)
+        os.waitpid(pid, 0)
+        assert reader.read() is None
+        record = EndRecord(1, raised(ValueError("long " * 10_000)))
+        telling = threading.Thread(target=lambda: (writer.tell(record), writer.tell(EndRecord(0))))
+        telling.start()  # it is longer than what a pipe holds
+        told = None
+        while told is None:
+            told = reader.read()
+        telling.join()
+        os.close(fd)
+        assert EndRecord.from_json(told) == record
+        assert reader.read() is None
+
+    def test_a_pipe_that_user_code_closed_takes_no_other_file_for_itself(self, tmp_path: Path) -> None:
+        reader, fd = open_end_pipe()
+        writer = EndWriter(fd)
+        other = os.open(tmp_path / "other", os.O_WRONLY | os.O_CREAT)
+        os.dup2(other, fd)
+        os.close(other)
+        writer.tell(EndRecord(0))
+        os.close(fd)
+        assert reader.read() is None
+        assert (tmp_path / "other").read_bytes() == b""
 
     def test_a_broken_str_does_not_hide_the_error(self) -> None:
         class Broken(Exception):
@@ -145,7 +189,11 @@ class TestReports:
 
 
 def died(rank: int, *, code: int | None = None, signal: int | None = None, by_us: bool = False) -> RankExit:
-    return RankExit(rank, code, signal, by_us, died_unix_s=100.0 + rank, detected_s=0.01)
+    return RankExit(rank, code, signal, by_us, died_monotonic_s=100.0 + rank, detected_s=0.01)
+
+
+def failed(report: ErrorReport) -> EndRecord:
+    return EndRecord(report.exit_code, report)
 
 
 class TestVerdict:
@@ -154,11 +202,11 @@ class TestVerdict:
 
     def test_the_earliest_cause_not_the_earliest_consequence(self, tmp_path: Path) -> None:
         self.at(tmp_path, 2, 31, "backward")
-        early = replace(raised(RuntimeError("Connection closed by peer")), time_unix_s=1.0)
-        cause = replace(raised(ValueError("boom")), time_unix_s=2.0)
-        later = replace(raised(KeyError("other")), time_unix_s=3.0)
+        early = replace(raised(RuntimeError("Connection closed by peer")), time_monotonic_s=1.0)
+        cause = replace(raised(ValueError("boom")), time_monotonic_s=2.0)
+        later = replace(raised(KeyError("other")), time_monotonic_s=3.0)
         exits = {rank: died(rank, code=1) for rank in range(5)}
-        end = AttemptEnd(0, exits, {0: early, 2: cause, 3: early, 4: later})
+        end = AttemptEnd(0, exits, {0: failed(early), 2: failed(cause), 3: failed(early), 4: failed(later)})
         end.exits[1] = died(1, signal=9, by_us=True)
         failure = find_failure(end, tmp_path)
         assert failure is not None
@@ -173,8 +221,9 @@ class TestVerdict:
         assert (failure.rank, failure.restartable, failure.exit_code) == (2, True, 1)
 
     def test_the_earliest_consequence_where_no_cause_is_known(self, tmp_path: Path) -> None:
-        late = replace(raised(RuntimeError("Timed out waiting 8000ms")), time_unix_s=2.0)
-        end = AttemptEnd(0, {0: died(0, code=1), 1: died(1, code=1)}, {0: late, 1: replace(late, time_unix_s=1.0)})
+        late = replace(raised(RuntimeError("Timed out waiting 8000ms")), time_monotonic_s=2.0)
+        records = {0: failed(late), 1: failed(replace(late, time_monotonic_s=1.0))}
+        end = AttemptEnd(0, {0: died(0, code=1), 1: died(1, code=1)}, records)
         failure = find_failure(end, tmp_path)
         assert failure is not None
         assert (failure.rank, failure.restartable) == (1, False)
@@ -188,16 +237,45 @@ class TestVerdict:
         assert "out-of-memory killer" in failure.report
         assert failure.restartable
 
-    @pytest.mark.parametrize(("code", "exit_code", "restartable"), [(7, 7, False), (11, 11, False), (42, 1, True)])
-    def test_an_exit_behind_our_back(self, tmp_path: Path, code: int, exit_code: int, restartable: bool) -> None:
+    @pytest.mark.parametrize("code", [0, 1, 3, 7, 42, 75, 130])
+    def test_an_exit_without_a_word_is_a_crash_whatever_its_code(self, tmp_path: Path, code: int) -> None:
+        end = AttemptEnd(0, {0: died(0, code=code)})
+        at_start = find_failure(end, tmp_path)
+        assert at_start is not None
+        assert (at_start.exit_code, at_start.restartable) == (1, False)
         self.at(tmp_path, 0, 3, "data")
-        failure = find_failure(AttemptEnd(0, {0: died(0, code=code)}), tmp_path)
+        failure = find_failure(end, tmp_path)
+        assert failure is not None
+        assert (failure.exit_code, failure.restartable) == (1, True)
+        assert failure.summary == f"rank 0 exited with code {code} at step 3 in data"
+
+    @pytest.mark.parametrize("code", [0, 75, 130])
+    def test_the_rank_that_left_is_blamed_not_those_that_lost_its_connection(self, tmp_path: Path, code: int) -> None:
+        self.at(tmp_path, 0, 12, "backward")
+        self.at(tmp_path, 1, 12, "data")
+        lost = replace(raised(RuntimeError("Connection closed by peer [127.0.0.1]:4711")), time_monotonic_s=100.5)
+        end = AttemptEnd(0, {0: died(0, code=1), 1: died(1, code=code)}, {0: failed(lost)})
+        failure = find_failure(end, tmp_path)
+        assert failure is not None
+        assert failure.summary == f"rank 1 exited with code {code} at step 12 in data"
+        assert "rank 0: connection closed, because of that" in failure.report
+
+    @pytest.mark.parametrize(("code", "exit_code", "restartable"), [(7, 7, False), (11, 11, False), (42, 1, True)])
+    def test_a_code_that_the_entry_returned(self, tmp_path: Path, code: int, exit_code: int, restartable: bool) -> None:
+        self.at(tmp_path, 0, 3, "data")
+        failure = find_failure(AttemptEnd(0, {0: died(0, code=code)}, {0: EndRecord(code)}), tmp_path)
         assert failure is not None
         assert (failure.exit_code, failure.restartable) == (exit_code, restartable)
 
     def test_leaving_in_agreement_is_no_failure(self, tmp_path: Path) -> None:
-        assert find_failure(AttemptEnd(0, {0: died(0, code=75), 1: died(1, code=75)}), tmp_path) is None
-        assert find_failure(AttemptEnd(0, {0: died(0, code=0)}), tmp_path) is None
+        left = {rank: died(rank, code=75) for rank in range(2)}
+        assert find_failure(AttemptEnd(0, left, {rank: EndRecord(75) for rank in left}), tmp_path) is None
+        assert find_failure(AttemptEnd(0, {0: died(0, code=0)}, {0: EndRecord(0)}), tmp_path) is None
+
+    def test_work_that_is_done_stays_done_if_the_process_then_dies_in_its_teardown(self, tmp_path: Path) -> None:
+        end = AttemptEnd(0, {0: died(0, signal=11), 1: died(1, code=0)}, {rank: EndRecord(0) for rank in range(2)})
+        assert find_failure(end, tmp_path) is None
+        assert end.codes == {0}
 
 
 class TestRestartPolicy:

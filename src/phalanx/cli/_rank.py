@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,8 @@ class RankRun:
     started_unix_s: float
     epoch: int = 0
     """Of the job's claim on the run directory; 0 where nobody counts."""
+    report_error: Callable[[BaseException], object] = lambda error: None
+    """Tells the launcher why this rank fails, before anything that may wait for other ranks. May be called twice."""
 
 
 def main(payload: dict[str, Any]) -> int:
@@ -79,7 +82,8 @@ def main(payload: dict[str, Any]) -> int:
     if ranks.attempt > payload["first_attempt"]:  # a restart began with this process, not with the command
         started_unix_s = psutil.Process().create_time()
     run_dir, epoch = Path(payload["run_dir"]), int(payload["epoch"])
-    return run_rank(RankRun(job, plan, run_dir, ranks.rank, ranks.attempt, started_unix_s, epoch))
+    report_error = payload["report_error"]
+    return run_rank(RankRun(job, plan, run_dir, ranks.rank, ranks.attempt, started_unix_s, epoch, report_error))
 
 
 def run_rank(run: RankRun, *, sinks: Sequence[tuple[str, OpenSink]] = (), store: Any = None) -> int:
@@ -103,11 +107,21 @@ def run_rank(run: RankRun, *, sinks: Sequence[tuple[str, OpenSink]] = (), store:
     return code
 
 
+@contextlib.contextmanager
+def _reported(run: RankRun) -> Iterator[None]:
+    """Report an error of the body at once: what encloses it may block on the way out."""
+    try:
+        yield
+    except BaseException as error:
+        run.report_error(error)
+        raise
+
+
 def _train(run: RankRun, bus: Bus, phases: Phases, meter: MemoryMeter, stop: StopFlags, store: Any) -> int:
     job, plan, run_dir = run.job, run.plan, run.run_dir
     phases.enter("startup")
     timeout_s = job.resilience.collective_timeout_s
-    with open_mesh(plan.layout, device=plan.device, timeout_s=timeout_s, store=store) as mesh:
+    with open_mesh(plan.layout, device=plan.device, timeout_s=timeout_s, store=store) as mesh, _reported(run):
         corpus = load_corpus(run_dir / "data")
         mesh.require_agreement(
             {
@@ -131,7 +145,7 @@ def _train(run: RankRun, bus: Bus, phases: Phases, meter: MemoryMeter, stop: Sto
             take_initial_weights(job.model, state, bus, run_dir)
         check_masks(job, state.model)
         check_same_samples(corpus, mesh)
-        with open_train_batches(job, plan, mesh, corpus, state, bus, run_dir) as data:
+        with open_train_batches(job, plan, mesh, corpus, state, bus, run_dir) as data, _reported(run):
             trainer = Trainer(
                 job,
                 plan,

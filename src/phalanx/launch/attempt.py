@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from phalanx.core.errors import ExitCode
 from phalanx.core.phases import read_black_box
-from phalanx.launch.paths import black_box, error_report
-from phalanx.launch.reports import ErrorReport, load_report
+from phalanx.launch.end_record import EndRecord
+from phalanx.launch.paths import black_box
+from phalanx.launch.reports import ErrorReport
 from phalanx.launch.server_process import ServerProcess
 from phalanx.launch.signals import SignalInbox
 from phalanx.launch.wire import Channel, Message
@@ -22,10 +22,11 @@ from phalanx.launch.wire import Channel, Message
 TICK_S = 0.1
 # After the first failure: how long others may take to report theirs, while only consequences are known, or the cause.
 SUSPECT_WINDOW_S, CAUSE_WINDOW_S = 1.0, 0.3
+# After the first report of a rank that does not end by itself: its way out, or its sinks', may wait for the others.
+REPORTED_WINDOW_S = 3.0
 # While stopping, after the first rank left with an error: the save can no longer succeed.
 BROKEN_STOP_S = 5.0
 KILL_PATIENCE_S = 2.0
-LEAVING = (ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,8 @@ class RankExit:
     code: int | None
     signal: int | None
     by_us: bool
-    died_unix_s: float
+    died_monotonic_s: float
     detected_s: float
-
-    @property
-    def failed(self) -> bool:
-        return not self.by_us and self.code not in (0, *LEAVING)
 
 
 @dataclass
@@ -54,15 +51,34 @@ class Stop:
 
 @dataclass
 class AttemptEnd:
-    """What is known when no rank is left."""
+    """What is known when no rank is left: how each process ended, and what each rank had said of its end before."""
 
     number: int
     exits: dict[int, RankExit] = field(default_factory=dict)
-    reports: dict[int, ErrorReport] = field(default_factory=dict)
+    records: dict[int, EndRecord] = field(default_factory=dict)
     start_error: ErrorReport | None = None
     server_loss: str = ""
     store_loss: str = ""
     grace_over: bool = False
+
+    @property
+    def reports(self) -> dict[int, ErrorReport]:
+        """Why ranks failed, of those that said it."""
+        return {rank: record.report for rank, record in self.records.items() if record.report is not None}
+
+    @property
+    def codes(self) -> set[int | None]:
+        """What the ranks say their work came to; None for those that ended without a word, or failed."""
+        return {record.code if record and not record.report else None for record in map(self.records.get, self.exits)}
+
+    def has_failed(self, rank: int) -> bool:
+        """True for a rank that says so, and for a process that ended before its rank had said that its work is done.
+
+        Its exit code does not matter: any line of code can make it.
+        """
+        if rank in self.records:
+            return self.records[rank].has_failed
+        return rank in self.exits and not self.exits[rank].by_us
 
 
 class Attention:
@@ -105,6 +121,7 @@ class AttemptWatch:
         self._server, self._attention, self._stop = server, attention, stop
         self._say, self._on_started = say, on_started
         self._first_failure_at = math.inf
+        self._first_report_at = math.inf
         self._grace_until = math.inf
         self._killed_at = math.inf
 
@@ -119,7 +136,6 @@ class AttemptWatch:
             for number in signals:
                 self._on_signal(number)
             self._keep_deadlines()
-        self._collect_reports()
         if self._server.link.closed and len(self.end.exits) < self._num_ranks:
             self._server.kill()
             self.end.server_loss = self._server.how_it_ended()
@@ -137,8 +153,18 @@ class AttemptWatch:
             case "store_exit" if message["attempt"] == self.end.number:
                 self.end.store_loss = f"exit status {message['code']}"
                 self._first_failure_at = min(self._first_failure_at, time.monotonic())
+            case "record" if message["attempt"] == self.end.number:
+                self._on_record(message["rank"], EndRecord.from_json(message["record"]))
             case "exit" if message["attempt"] == self.end.number:
                 self._on_exit(message)
+
+    def _on_record(self, rank: int, record: EndRecord) -> None:
+        now = time.monotonic()
+        self.end.records[rank] = record
+        if record.has_failed:
+            self._first_report_at = min(self._first_report_at, now)
+        elif record.is_stop:  # the ranks agreed to leave; one that stays behind does not stay for ever
+            self._grace_until = min(self._grace_until, now + self._grace_s)
 
     def _on_exit(self, message: Message) -> None:
         now = time.monotonic()
@@ -147,14 +173,12 @@ class AttemptWatch:
             code=message["code"],
             signal=message["signal"],
             by_us=message["by_us"],
-            died_unix_s=message["died_unix_s"],
+            died_monotonic_s=message["died_monotonic_s"],
             detected_s=max(0.0, now - message["died_monotonic_s"]),
         )
         self.end.exits[left.rank] = left
-        if left.failed:
+        if self.end.has_failed(left.rank):
             self._first_failure_at = min(self._first_failure_at, now)
-        elif left.code in LEAVING:  # the ranks agreed to leave; one that stays behind does not stay for ever
-            self._grace_until = min(self._grace_until, now + self._grace_s)
 
     def _on_signal(self, number: int) -> None:
         if self._stop.signal is None:
@@ -168,18 +192,18 @@ class AttemptWatch:
 
     def _kill_at(self) -> float:
         """When what is left must be killed, as things stand."""
-        return min(self._grace_until, self._first_failure_at + self._failure_window_s())
+        failed_at = min(self._first_failure_at, self._first_report_at + REPORTED_WINDOW_S)
+        return min(self._grace_until, failed_at + self._failure_window_s())
 
     def _failure_window_s(self) -> float:
-        if math.isinf(self._first_failure_at):
-            return 0.0
-        self._collect_reports()
-        if len(self.end.exits.keys() | self.end.reports.keys()) == self._num_ranks:
-            return 0.0  # nobody is left who could tell us more
+        end = self.end
+        if len(end.exits.keys() | end.records.keys()) == self._num_ranks and self._first_failure_at < math.inf:
+            return CAUSE_WINDOW_S  # nobody is left who could tell us more
         if self._stop.signal is not None:
             return BROKEN_STOP_S if self._in_training() else CAUSE_WINDOW_S
-        died = any(left.failed and left.rank not in self.end.reports for left in self.end.exits.values())
-        cause_known = died or any(not report.secondary for report in self.end.reports.values())
+        reports = end.reports
+        died = any(end.has_failed(rank) and rank not in reports for rank in end.exits)
+        cause_known = died or any(not report.secondary for report in reports.values())
         return CAUSE_WINDOW_S if cause_known else SUSPECT_WINDOW_S
 
     def _next_deadline(self) -> float:
@@ -195,13 +219,6 @@ class AttemptWatch:
             self._server.link.send({"do": "kill"})
         elif now >= self._killed_at + KILL_PATIENCE_S:  # the server does not answer
             self._server.kill()
-
-    def _collect_reports(self) -> None:
-        for rank in range(self._num_ranks):
-            if rank not in self.end.reports:
-                report = load_report(error_report(self._run_dir, rank, self.end.number))
-                if report is not None:
-                    self.end.reports[rank] = report
 
     def _in_training(self) -> bool:
         places = (read_black_box(black_box(self._run_dir, rank)) for rank in range(self._num_ranks))

@@ -1,4 +1,4 @@
-"""What a forked rank does: move into its own log, environment and lifelines, call the entry, leave a report."""
+"""What a forked rank does: move into its own log, environment and lifelines, call the entry, say how it ended."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from phalanx.core.errors import ExitCode
 from phalanx.core.logs import redirect_output
 from phalanx.core.registry import resolve
 from phalanx.core.secrets import Redactor
+from phalanx.launch.end_record import EndRecord, EndWriter
 from phalanx.launch.paths import error_report, rank_log
 from phalanx.launch.rank_env import RankEnv, rank_variables
 from phalanx.launch.reports import describe
@@ -34,27 +35,36 @@ class RankTask:
     master_port: int
 
 
-def run_rank(task: RankTask) -> int:
-    """The exit code of the entry, or that of its error, of which a report then lies in RUN/logs."""
+REPORT_ERROR = "report_error"
+
+
+def run_rank(task: RankTask, end: EndWriter) -> int:
+    """Call the entry and say on `end` how it ended. Returns the exit code of the process, which nobody believes.
+
+    The entry's payload holds, as `report_error`, a function of an exception: an entry whose way out may block, because
+    other ranks or threads take part in it, reports its error before it cleans up.
+    """
+
+    def report_error(error: BaseException) -> int:
+        return _report(task, error, end)
+
     try:
         _close_input()
         redirect_output(rank_log(task.run_dir, task.ranks.rank, task.ranks.attempt), Redactor(os.environ))
         faulthandler.enable(2)
         os.environ.update(rank_variables(task.ranks, task.master_port, os.environ))
-        code = resolve(task.entry, "phalanx", "")(task.payload)
+        code = int(resolve(task.entry, "phalanx", "")(task.payload | {REPORT_ERROR: report_error}) or 0) & 0xFF
+        end.tell(EndRecord(code))
         _finish()
-        return int(code or 0) & 0xFF
-    except SystemExit as stop:
-        if stop.code is None or isinstance(stop.code, int):
-            _finish()
-            return (stop.code or 0) & 0xFF
-        return _report(task, stop)
-    except KeyboardInterrupt:  # nobody caught it: die of it, as any program does
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        return code
+    except KeyboardInterrupt as interrupt:
+        if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            return report_error(interrupt)  # no signal made it: user code raised it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # nobody caught it: die of it, as any program does
         os.kill(os.getpid(), signal.SIGINT)
         return ExitCode.INTERRUPTED
-    except BaseException as error:  # torch raises some errors that are no Exception
-        return _report(task, error)
+    except BaseException as error:  # torch raises some errors that are no Exception; sys.exit is no way to finish
+        return report_error(error)
 
 
 def _close_input() -> None:
@@ -63,12 +73,16 @@ def _close_input() -> None:
     os.close(nothing)
 
 
-def _report(task: RankTask, error: BaseException) -> int:
+def _report(task: RankTask, error: BaseException, end: EndWriter) -> int:
+    """Say why this rank failed: to the supervisor first, then in its log and in a file."""
     report = describe(error)
+    if not end.is_rank or (end.told is not None and end.told.report is not None):
+        return report.exit_code
+    end.tell(EndRecord(report.exit_code, report))
     print(report.traceback, file=sys.stderr, end="")
     try:
         report.save(error_report(task.run_dir, task.ranks.rank, task.ranks.attempt))
-    except OSError:  # a full disk; the exit code still says that it failed
+    except OSError:  # a full disk; the supervisor has the report
         traceback.print_exc()
     return report.exit_code
 

@@ -1,4 +1,4 @@
-"""What a rank leaves behind when it fails: one small JSON file, written by the rank, read by the supervisor."""
+"""What a rank says when it fails: told to the supervisor, and kept as a small JSON file in the run's logs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from types import TracebackType
 
 from phalanx.core import registry
 from phalanx.core.errors import PhalanxError
-from phalanx.core.files import read_json, write_json_atomic
+from phalanx.core.files import write_json_atomic
 from phalanx.core.secrets import Redactor
 
 # How torch words it when the fault lies with another rank. Only torch's own RuntimeErrors are looked at: the same
@@ -41,28 +41,23 @@ class ErrorReport:
     is_phalanx_error: bool
     one_line: str
     secondary: bool
-    time_unix_s: float
+    time_monotonic_s: float
+    """Of this machine; -1 where no rank said it."""
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json_atomic(path, asdict(self), durable=False)
 
 
-def load_report(path: Path) -> ErrorReport | None:
-    """The report at `path`; None if there is none (the write is atomic, so never a part of one)."""
-    try:
-        return ErrorReport(**read_json(path))
-    except (OSError, ValueError, TypeError):
-        return None
-
-
 def describe(error: BaseException) -> ErrorReport:
     """The report of `error`: no frames that only led into the user's code, no secrets of the environment."""
     ours = isinstance(error, PhalanxError)
     redactor = Redactor(os.environ)
-    message = redactor.text(_printable(error))
+    message = redactor.text(_words_of(error))
     lines = traceback.format_exception(type(error), error, _inner(error))
     name = type(error).__qualname__
+    if isinstance(error, SystemExit):
+        lines[-1] = f"{name}: {message}\n"
     return ErrorReport(
         type=name,
         message=message,
@@ -71,8 +66,14 @@ def describe(error: BaseException) -> ErrorReport:
         is_phalanx_error=ours,
         one_line=message if ours else " ".join(f"{name}: {message}".split()) if message else name,
         secondary=_is_secondary(error),
-        time_unix_s=time.time(),
+        time_monotonic_s=time.monotonic(),
     )
+
+
+def _words_of(error: BaseException) -> str:
+    if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+        return f"sys.exit({'' if error.code is None else error.code}) was called before the run was done"
+    return _printable(error)
 
 
 def _inner(error: BaseException) -> TracebackType | None:

@@ -5,7 +5,8 @@ price of the fork. That is sound only while this process has one thread and has 
 is told to, forks, reaps and reports, and nothing else. User modules are imported in the ranks.
 
 It is told by newline-terminated JSON: prepare, start, signal, kill. It says: ready, preload_failed or
-preload_begins_cuda, started or start_failed, exit (of each rank, at once), store_exit.
+preload_begins_cuda, started or start_failed, record (what a rank says of its own end), exit (of each rank, at once),
+store_exit.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from phalanx.core.errors import EnvironmentProblem
 from phalanx.core.logs import redact_streams
 from phalanx.core.secrets import Redactor
 from phalanx.launch.cuda_state import has_begun_cuda
+from phalanx.launch.end_record import EndReader, EndWriter, open_end_pipe
 from phalanx.launch.lifeline import arm_lifelines
 from phalanx.launch.rank import RankTask, run_rank
 from phalanx.launch.rank_env import RankEnv
@@ -41,10 +43,14 @@ _OUTLIVED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # a scheduler signal
 
 @dataclass
 class Attempt:
-    """The processes of one attempt that have not been reaped: rank by pid, and the store's pid."""
+    """The processes of one attempt that have not been reaped: rank by pid, and the store's pid.
+
+    `records`: where each rank says how it ended.
+    """
 
     number: int
     ranks: dict[int, int] = field(default_factory=dict)
+    records: dict[int, EndReader] = field(default_factory=dict)
     store_pid: int = 0
     killed: set[int] = field(default_factory=set)
 
@@ -66,11 +72,14 @@ class Server:
             os.set_blocking(fd, False)
         signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, _nothing)
-        sources: list[Any] = [self._link, self._wakeup]
         while not self._link.closed:
+            records = [record for record in self._attempt.records.values() if record.is_open]
+            sources: list[Any] = [self._link, self._wakeup, *records]
             readable, _, _ = select.select(sources, [], [])
             if self._wakeup in readable:
                 os.read(self._wakeup, 4096)
+            for rank in self._attempt.records:
+                self._forward_record(rank)
             self._reap()
             if self._link in readable:
                 for message in self._link.receive():
@@ -130,12 +139,24 @@ class Server:
         size = message["num_ranks"]
         ranks = RankEnv(rank, size, local_rank=rank, local_world_size=size, attempt=message["attempt"])
         task = RankTask(message["entry"], message["payload"], self._run_dir, ranks, port)
+        self._attempt.records[rank], write_end = open_end_pipe()
 
         def run() -> int:
             listener.close()
-            return run_rank(task)
+            for record in self._attempt.records.values():
+                record.close()
+            return run_rank(task, EndWriter(write_end))
 
-        return self._fork(run)
+        try:
+            return self._fork(run)
+        finally:
+            os.close(write_end)
+
+    def _forward_record(self, rank: int) -> None:
+        """Pass on what a rank has said of its end, if it has by now."""
+        record = self._attempt.records[rank].read()
+        if record is not None:
+            self._link.send({"say": "record", "attempt": self._attempt.number, "rank": rank, "record": record})
 
     def _fork(self, run: Callable[[], int]) -> int:
         """Start `run` in a process of its own group that dies with the supervisor and with us; its pid.
@@ -209,8 +230,10 @@ class Server:
         elif pid in attempt.ranks:
             _kill_group(pid)  # helpers the rank left behind
             rank = attempt.ranks.pop(pid)
+            self._forward_record(rank)
+            attempt.records[rank].close()
             fate = {"code": code if code >= 0 else None, "signal": -code if code < 0 else None}
-            died = {"died_monotonic_s": time.monotonic(), "died_unix_s": time.time()}
+            died = {"died_monotonic_s": time.monotonic()}
             by_us = pid in attempt.killed and code == -signal.SIGKILL
             said = {"say": "exit", "attempt": attempt.number, "rank": rank, "by_us": by_us}
             self._link.send(said | fate | died)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import sys
@@ -13,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import EXIT_CODE_MEANING, ExitCode, RestartBudgetError
-from phalanx.launch.attempt import LEAVING, AttemptEnd, AttemptWatch, Attention, Stop
+from phalanx.launch.attempt import AttemptEnd, AttemptWatch, Attention, Stop
+from phalanx.launch.end_record import STOPPED
 from phalanx.launch.paths import blank_out_logs, clear_black_boxes, next_attempt
 from phalanx.launch.reports import ErrorReport
 from phalanx.launch.restarts import RestartPolicy
@@ -189,20 +189,18 @@ class _Supervisor:
         return end
 
     def _left(self, end: AttemptEnd) -> Outcome:
-        """All ranks returned 0, or agreed to leave because one of them was told to."""
-        codes = {left.code for left in end.exits.values()}
-        if codes == {0}:
+        """All ranks say that they finished, or that they agreed to leave because one of them was told to."""
+        if end.codes == {ExitCode.OK}:
             return Outcome(int(ExitCode.OK), "finished", "", self._num_attempts)
-        code = ExitCode.PREEMPTED if ExitCode.PREEMPTED in codes else ExitCode.INTERRUPTED
+        code = ExitCode.PREEMPTED if ExitCode.PREEMPTED in end.codes else ExitCode.INTERRUPTED
         return self._leave(code, _late(end))
 
     def _stopped(self, end: AttemptEnd, failure: Failure | None) -> Outcome:
         """A stop was asked for. Whatever happened on the way, the run is to be continued, not repaired."""
         code = ExitCode.INTERRUPTED if self._stop.at_once or self._is_interrupt() else ExitCode.PREEMPTED
-        left = {left.code for left in end.exits.values()}
         if self._stop.at_once:
             return self._leave(code, "stopped at once by Ctrl-C; the last checkpoint stands")
-        if left == {0}:
+        if end.codes == {ExitCode.OK}:
             return Outcome(int(ExitCode.OK), "finished", "", self._num_attempts)
         if not end.exits:
             return self._leave(code, "stopped before the ranks had started; nothing is lost")
@@ -239,15 +237,14 @@ class _Supervisor:
 
 def _late(end: AttemptEnd) -> str:
     """What to say if ranks had to be killed on the way out; nothing if they left by themselves."""
-    killed = sorted(rank for rank, left in end.exits.items() if left.code not in (0, *LEAVING))
-    if not killed and not end.grace_over:
+    if end.codes <= {ExitCode.OK, *STOPPED} and not end.grace_over:
         return ""
     return "the ranks did not save within the grace period and were killed; the last checkpoint stands"
 
 
 def _unexplained(how: str, last_words: str) -> ErrorReport:
     what = f"the process that starts the ranks {how}"
-    return ErrorReport("", what, f"{what}\n{last_words}", ExitCode.INTERNAL, False, what, False, math.nan)
+    return ErrorReport("", what, f"{what}\n{last_words}", ExitCode.INTERNAL, False, what, False, -1.0)
 
 
 def _quietly(say: Callable[[str], None]) -> Callable[[str], None]:

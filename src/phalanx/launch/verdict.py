@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx.core.errors import ExitCode
@@ -22,6 +22,8 @@ _DETERMINISTIC = {int(code) for code in ExitCode} - {
     ExitCode.PREEMPTED,
     ExitCode.INTERRUPTED,
 }
+# Python raises SystemExit for sys.exit, and that is reported with its line.
+UNSAID = " (os._exit, or exit in C code, called before the run was done; only its last step ends a run)"
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
@@ -61,18 +63,20 @@ def find_failure(end: AttemptEnd, run_dir: Path) -> Failure | None:
         return _from_phalanx_error(first, report, place, end)
     if report is not None:
         return _from_exception(first, report, place, end)
+    if first in end.records:
+        return _from_code(first, end.records[first].code, place, end, run_dir)
     return _from_exit(end.exits[first], place, end, run_dir)
 
 
 def _first_to_fail(end: AttemptEnd) -> int | None:
     """The earliest cause; the earliest consequence where no cause is known."""
     times: list[tuple[bool, float, int]] = []
-    for rank in end.exits.keys() | end.reports.keys():
-        left, report = end.exits.get(rank), end.reports.get(rank)
-        if report is not None:
-            times.append((report.secondary, report.time_unix_s, rank))
-        elif left is not None and left.failed:
-            times.append((False, left.died_unix_s, rank))
+    reports = end.reports
+    for rank in filter(end.has_failed, end.exits.keys() | end.records.keys()):
+        if rank in reports:
+            times.append((reports[rank].secondary, reports[rank].time_monotonic_s, rank))
+        else:
+            times.append((False, end.exits[rank].died_monotonic_s, rank))
     return min(times)[2] if times else None
 
 
@@ -150,34 +154,40 @@ def _from_exception(rank: int, report: ErrorReport, place: Place | None, end: At
     )
 
 
+def _from_code(rank: int, code: int, place: Place | None, end: AttemptEnd, run_dir: Path) -> Failure:
+    """The entry returned a code that is neither success nor a stop, and said no more."""
+    deterministic = code in _DETERMINISTIC
+    failure = _death(rank, "exit", f"ended with code {code}", place, end, run_dir)
+    exit_code = code if deterministic else int(ExitCode.INTERNAL)
+    return replace(failure, exit_code=exit_code, restartable=failure.restartable and not deterministic)
+
+
 def _from_exit(left: RankExit, place: Place | None, end: AttemptEnd, run_dir: Path) -> Failure:
-    """A death without a report: a signal, or an exit behind our back."""
-    in_training = place is not None and place.step >= 1
-    if left.signal is not None:
-        detail = f"killed by {signal_name(left.signal)}"
-        summary = f"rank {left.rank} was {detail} {_where(place)}"
-        code, restartable = int(ExitCode.INTERNAL), True
-    else:
-        assert left.code is not None
-        detail = f"exited with code {left.code}"
-        summary = f"rank {left.rank} {detail} {_where(place)}"
-        deterministic = left.code in _DETERMINISTIC
-        code = left.code if deterministic else ExitCode.INTERNAL
-        restartable = in_training and not deterministic
-    log = rank_log(run_dir, left.rank, end.number)
-    lines = [summary + _hint(detail), *_last_words(left, log), *_others(left.rank, None, end), f"log: {log}"]
+    """A death without a word: a signal, or an exit behind our back. Whatever code that had, its work was not done."""
+    if left.signal is None:
+        return _death(left.rank, "exit", f"exited with code {left.code}", place, end, run_dir)
+    detail = f"killed by {signal_name(left.signal)}"
+    return replace(_death(left.rank, "signal", detail, place, end, run_dir), restartable=True)
+
+
+def _death(rank: int, cause: str, detail: str, place: Place | None, end: AttemptEnd, run_dir: Path) -> Failure:
+    was = "was " if cause == "signal" else ""
+    summary = f"rank {rank} {was}{detail} {_where(place)}"
+    left, log = end.exits.get(rank), rank_log(run_dir, rank, end.number)
+    hint = _hint(detail) if cause == "signal" or rank in end.records else UNSAID
+    lines = [summary + hint, *_last_words(left, log), *_others(rank, None, end), f"log: {log}"]
     return Failure(
-        rank=left.rank,
-        cause="exit" if left.signal is None else "signal",
+        rank=rank,
+        cause=cause,
         step=place.step if place else 0,
         phase=place.phase if place else "",
         summary=summary,
         detail=detail,
         report="\n".join(lines),
         signature=detail,
-        exit_code=code,
-        restartable=restartable,
-        detected_s=left.detected_s,
+        exit_code=ExitCode.INTERNAL,
+        restartable=place is not None and place.step >= 1,
+        detected_s=_detected_s(rank, end),
     )
 
 
@@ -196,9 +206,9 @@ def _hint(how: str) -> str:
     return " (possibly by the kernel's out-of-memory killer)" if "SIGKILL" in how else ""
 
 
-def _last_words(left: RankExit, log: Path, num_lines: int = 25) -> list[str]:
+def _last_words(left: RankExit | None, log: Path, num_lines: int = 25) -> list[str]:
     """The end of the log where it explains a death: the stacks that faulthandler wrote, an abort's message."""
-    if left.signal in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):
+    if left is not None and left.signal in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):
         return []
     try:
         return log.read_text(encoding="utf-8", errors="replace").splitlines()[-num_lines:]

@@ -1,0 +1,112 @@
+"""How a rank tells of its own end: one line of JSON in a pipe to the server, which no full disk can keep back.
+
+An exit code proves nothing: code that is not ours can call `os._exit(0)`. A rank has done its work only if it says so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from phalanx.core.errors import ExitCode
+from phalanx.launch.reports import ErrorReport
+
+STOPPED = (ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
+
+
+@dataclass(frozen=True)
+class EndRecord:
+    """How a rank ended, in its own words: the code that its entry returned, and why it failed if it did."""
+
+    code: int
+    report: ErrorReport | None = None
+
+    @property
+    def is_stop(self) -> bool:
+        """True if the ranks agreed to stop before the last step, because a signal had asked for it."""
+        return self.report is None and self.code in STOPPED
+
+    @property
+    def has_failed(self) -> bool:
+        return self.report is not None or self.code not in (ExitCode.OK, *STOPPED)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(fields: dict[str, Any]) -> EndRecord:
+        report = fields["report"]
+        return EndRecord(int(fields["code"]), None if report is None else ErrorReport(**report))
+
+
+class EndWriter:
+    """The rank's end of the pipe `fd`. The first record is the one that counts; later ones are not sent."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd, self._pid, self._pipe = fd, os.getpid(), _identity(fd)
+        self.told: EndRecord | None = None
+
+    @property
+    def is_rank(self) -> bool:
+        """False in a process that the rank forked, which must not speak for it."""
+        return os.getpid() == self._pid
+
+    def tell(self, record: EndRecord) -> None:
+        """Never raises: a server that is gone has taken the rank along."""
+        if self.told is not None or not self.is_rank:
+            return
+        self.told = record
+        line = memoryview(json.dumps(record.to_json()).encode() + b"\n")
+        try:
+            while line and _identity(self._fd) == self._pipe:  # user code may have closed all descriptors it found
+                line = line[os.write(self._fd, line) :]
+        except OSError:
+            pass
+
+
+class EndReader:
+    """The server's end of a rank's pipe; to be selected for reading."""
+
+    def __init__(self, fd: int) -> None:
+        os.set_blocking(fd, False)
+        self._fd = fd
+        self._data = b""
+        self.is_open = True
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def read(self) -> dict[str, Any] | None:
+        """The record as JSON, once, when it is complete. Never blocks."""
+        while self.is_open:
+            try:
+                part = os.read(self._fd, 1 << 16)
+            except BlockingIOError:
+                return None
+            self._data += part
+            if not part:
+                self.close()
+            elif part.endswith(b"\n"):
+                self.close()
+                record: dict[str, Any] = json.loads(self._data)
+                return record
+        return None
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        if self.is_open:
+            self.is_open = False
+            os.close(self._fd)
+
+
+def open_end_pipe() -> tuple[EndReader, int]:
+    """A reader, and the descriptor for the EndWriter that the rank makes of it."""
+    read_end, write_end = os.pipe()
+    return EndReader(read_end), write_end
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
