@@ -266,6 +266,39 @@ def test_a_report_is_heard_although_the_way_out_blocks(run: Run) -> None:
     assert "ValueError: boom" in outcome.message
 
 
+def test_a_stopped_rank_is_named_not_those_that_waited_for_it(run: Run) -> None:
+    outcome = run.supervise(
+        "reduces_without_one",
+        preload=("torch", "torch.distributed"),
+        num_ranks=3,
+        payload={"timeout_s": 2.0},
+        max_restarts=0,
+    )
+    assert outcome.exit_code == 10
+    words = "rank 1 kept the others waiting at step 12 in data: its process was stopped (SIGSTOP)"
+    assert words in outcome.message.splitlines()[0]
+    assert "ranks 0, 2: waited at step 12 in collective (all_reduce gradients)" in outcome.message
+    [failed] = run.events(RankFailed)
+    assert (failed.event.failed_rank, failed.event.cause, failed.event.step) == (1, "hang", 12)
+
+
+@pytest.mark.parametrize(("how", "line"), [("busy", "while True:"), ("lock held", "ctypes.PyDLL(None).sleep(600)")])
+def test_a_rank_that_hangs_is_named_with_its_line(run: Run, how: str, line: str) -> None:
+    outcome = run.supervise("waits_for_one", payload={"how": how}, max_restarts=0)
+    assert outcome.exit_code == 10
+    assert "rank 1 kept the others waiting at step 12 in forward" in outcome.message.splitlines()[0]
+    assert "rank 0: waited at step 12 in collective (all_reduce gradients)" in outcome.message
+    source = (HERE / f"{ENTRIES}.py").read_text().splitlines()
+    shown = outcome.message.partition("Stack (most recent call first):")[2]
+    number = int(shown.partition(f'{ENTRIES}.py", line ')[2].partition(" ")[0])
+    assert line in (source[number - 1].strip(), source[number - 2].strip())
+
+
+def test_an_abort_because_of_another_rank_hides_neither_that_rank_nor_why(run: Run) -> None:
+    outcome = run.supervise("aborts_because_of_another", max_restarts=0)
+    assert "rank 1 exited with code 0 at step 12 in backward" in outcome.message.splitlines()[0]
+
+
 def test_sigterm_lets_the_ranks_save_and_leave(run: Run) -> None:
     on_tick = once(lambda: run.has("training-0-0", "training-1-0"), lambda: os.kill(os.getpid(), signal.SIGTERM))
     outcome = run.supervise("trains", on_tick=on_tick)

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,13 @@ def wait_for(path: Path) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not path.exists():
         assert time.monotonic() < deadline, path
+        time.sleep(0.005)
+
+
+def wait_until_gone(pid: int) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < deadline, pid
         time.sleep(0.005)
 
 
@@ -159,6 +167,50 @@ def reports_and_hangs(payload: dict[str, Any]) -> int:
         payload["report_error"](ValueError("boom"))
     while True:
         signal.pause()
+
+
+def reduces_without_one(payload: dict[str, Any]) -> int:
+    """Rank 1 stops where others reduce: they run into the collective's timeout."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=payload["timeout_s"]))
+    dist.all_reduce(torch.ones(1))
+    phases = at_step(payload, 12, "data")
+    if rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    with phases("collective", "all_reduce gradients"):
+        dist.all_reduce(torch.ones(1))
+    return 0
+
+
+def waits_for_one(payload: dict[str, Any]) -> int:
+    """Rank 1 hangs in the way `how`; the other raises what gloo raises when a peer does not come."""
+    phases = at_step(payload, 12, "forward")
+    mark(payload, "there")
+    if rank() == 1:
+        match payload["how"]:
+            case "busy":
+                while True:
+                    pass
+            case "lock held":
+                ctypes.PyDLL(None).sleep(600)
+    wait_for(Path(payload["marks"]) / f"there-1-{attempt()}")
+    with phases("collective", "all_reduce gradients"):
+        raise RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 8000ms for recv operation")
+
+
+def aborts_because_of_another(payload: dict[str, Any]) -> int:
+    """Rank 1 leaves; NCCL's watchdog aborts the other one, earlier than anybody reports."""
+    at_step(payload, 12, "backward")
+    if rank() == 0:
+        print("[rank0]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7) ran for 9 s", flush=True)
+        print("a line\n" * 60, flush=True)
+        mark(payload, "aborting")
+        os.abort()
+    wait_for(Path(payload["marks"]) / f"aborting-0-{attempt()}")
+    wait_until_gone(json.loads((Path(payload["marks"]) / f"aborting-0-{attempt()}").read_text())["pid"])
+    os._exit(0)
 
 
 def trains(payload: dict[str, Any]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import socket
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.core.errors import DataError, EnvironmentProblem, RestartBudgetError
-from phalanx.core.phases import BlackBox
+from phalanx.core.phases import BlackBox, Place
+from phalanx.launch.absence import Absence, find_absence
 from phalanx.launch.attempt import AttemptEnd, RankExit
 from phalanx.launch.end_record import EndRecord, EndWriter, open_end_pipe
 from phalanx.launch.external import external_ranks
@@ -20,6 +22,7 @@ from phalanx.launch.paths import black_box, clear_black_boxes, next_attempt
 from phalanx.launch.rank_env import RankEnv, rank_variables
 from phalanx.launch.reports import ErrorReport, describe
 from phalanx.launch.restarts import RestartPolicy
+from phalanx.launch.signature import signature_of
 from phalanx.launch.verdict import Failure, find_failure
 
 TORCHRUN = {
@@ -258,7 +261,7 @@ class TestVerdict:
         failure = find_failure(end, tmp_path)
         assert failure is not None
         assert failure.summary == f"rank 1 exited with code {code} at step 12 in data"
-        assert "rank 0: connection closed, because of that" in failure.report
+        assert "rank 0: ended because of that" in failure.report
 
     @pytest.mark.parametrize(("code", "exit_code", "restartable"), [(7, 7, False), (11, 11, False), (42, 1, True)])
     def test_a_code_that_the_entry_returned(self, tmp_path: Path, code: int, exit_code: int, restartable: bool) -> None:
@@ -276,6 +279,119 @@ class TestVerdict:
         end = AttemptEnd(0, {0: died(0, signal=11), 1: died(1, code=0)}, {rank: EndRecord(0) for rank in range(2)})
         assert find_failure(end, tmp_path) is None
         assert end.codes == {0}
+
+
+GLOO = "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:544] Connection closed by peer"
+FULL_MESH = "RuntimeError: Gloo connectFullMesh failed with [../gloo/transport/tcp/pair.cc:144] connect"
+WATCHDOG = "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum={}, OpType=ALLREDUCE) ran for {}"
+C10D = "The client socket has timed out after {}ms while trying to connect to ({}, {})"
+
+
+class TestSignatures:
+    @pytest.mark.parametrize(
+        ("one", "another"),
+        [
+            (f"{GLOO} [127.0.0.1]:42113", f"{GLOO} [127.0.0.1]:51002"),
+            (f"{GLOO} [fe80::1%eth0]:42113", f"{GLOO} [fe80::2%eth0]:1"),
+            (f"{FULL_MESH} [127.0.1.1]:43671: Connection refused", f"{FULL_MESH} [127.0.1.1]:1671: Connection refused"),
+            (WATCHDOG.format(12, "10032 milliseconds"), WATCHDOG.format(44, "10001 milliseconds")),
+            (
+                f"[E1122 16:49:41.123456 4711 ProcessGroupNCCL.cpp:616] {WATCHDOG}",
+                f"[E1123 09:00:00.000001 12 ProcessGroupNCCL.cpp:616] {WATCHDOG}",
+            ),
+            (C10D.format(20000, "127.0.0.1", 34567), C10D.format(20001, "10.0.0.3", 567)),
+            (
+                "recv failed on SocketImpl(fd=86, addr=[localhost]:34050, remote=[::ffff:127.0.0.1]:43567)",
+                "recv failed on SocketImpl(fd=8, addr=[localhost]:3050, remote=[::ffff:127.0.0.1]:567)",
+            ),
+            (
+                "wait timeout after 20000ms, keys: /phalanx/0/default_pg/0//cpu//0/rank_1",
+                "wait timeout after 20003ms, keys: /phalanx/1/default_pg/0//cpu//0/rank_1",
+            ),
+            (
+                "The server socket has failed to listen on any local network address. port: 29500, code: -98",
+                "The server socket has failed to listen on any local network address. port: 29501, code: -98",
+            ),
+            (
+                "HTTPConnectionPool(host='127.0.0.1', port=8080): <HTTPConnection object at 0x7f00> failed",
+                "HTTPConnectionPool(host='127.0.0.1', port=8081): <HTTPConnection object at 0x7f3b> failed",
+            ),
+            ("cannot reach db.example.org:5432", "cannot reach db.example.org:15432"),
+            ("DataLoader worker (pid(s) 12, 13) exited", "DataLoader worker (pid(s) 777) exited"),
+            ("OSError: /tmp/tmpab12cd/x: No such file", "OSError: /tmp/tmpzz9_/x: No such file"),
+            ("see logs/rank-0001-attempt-00.log", "see logs/rank-0001-attempt-02.log"),
+            ("at 2026-11-22T16:49:41.5Z after 12.3 s", "at 2026-11-23T01:00:00Z after 3 s"),
+            ("no 123e4567-e89b-12d3-a456-426614174000", "no 923e4567-e89b-12d3-a456-42661417400f"),
+        ],
+    )
+    def test_what_differs_from_start_to_start_does_not_count(self, one: str, another: str) -> None:
+        assert signature_of(one) == signature_of(another)
+
+    def test_the_host_does_not_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        signatures = set()
+        for host in ("node-17", "node-3.cluster.local"):
+            monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+            signatures.add(signature_of(f"RuntimeError: {host} has no GPU"))
+        assert signatures == {"RuntimeError: HOST has no GPU"}
+
+    @pytest.mark.parametrize(
+        ("one", "another"),
+        [
+            ("IndexError: index 5 is out of range", "IndexError: index 6 is out of range"),
+            ("(8x32 and 31x4) cannot be multiplied", "(8x32 and 33x4) cannot be multiplied"),
+            ("KeyError: 'layers.3.attention'", "KeyError: 'layers.4.attention'"),
+            ("mine.py:12: boom", "mine.py:13: boom"),
+            ("std::bad_alloc", "std::bad_cast"),
+        ],
+    )
+    def test_what_tells_two_errors_apart_stays(self, one: str, another: str) -> None:
+        assert signature_of(one) != signature_of(another)
+
+    def test_a_crash_loop_of_lost_connections_is_found(self, tmp_path: Path) -> None:
+        """Nobody knows why, each time over another port, and each time another rank says it first."""
+        policy = RestartPolicy(max_restarts=100, window_s=3600)
+        for rank in range(2):
+            BlackBox(black_box(tmp_path, rank)).write(7, "backward")
+        failures = []
+        for attempt, words in enumerate((f"{GLOO} [127.0.0.1]:4711", f"{FULL_MESH}: Connection reset by peer")):
+            record = failed(raised(RuntimeError(words)))
+            failure = find_failure(AttemptEnd(attempt, {attempt: died(attempt, code=1)}, {attempt: record}), tmp_path)
+            assert failure is not None
+            failures.append(failure)
+        policy.admit(failures[0], now_s=0)
+        with pytest.raises(RestartBudgetError, match="deterministic failure at step 7"):
+            policy.admit(failures[1], now_s=0)
+
+
+class TestAbsence:
+    WAITS = Place(12, 50.0, "collective", "all_reduce gradients")
+    LOST = EndRecord(1, raised(RuntimeError("Timed out waiting 8000ms")))
+
+    def test_a_stopped_rank_comes_before_one_that_computes(self) -> None:
+        places = {0: self.WAITS, 1: Place(12, 48.0, "forward", ""), 2: self.WAITS}
+        absence = find_absence({0: self.LOST}, {1: "R", 2: "T"}, places)
+        assert absence == Absence(2, "its process was stopped (SIGSTOP)")
+
+    def test_a_rank_elsewhere_than_in_a_collective(self) -> None:
+        computes = Place(12, 48.0, "forward", "F0")  # the action of a pipeline, which waits for nobody
+        places = {0: self.WAITS, 1: self.WAITS, 2: computes, 3: self.WAITS}
+        absence = find_absence({0: self.LOST}, {1: "S", 2: "R", 3: "S"}, places)
+        assert absence == Absence(2, "its process was running, in code that did not get there")
+
+    def test_the_one_that_is_furthest_behind(self) -> None:
+        places = {0: self.WAITS, 1: Place(12, 48.0, "data", ""), 2: Place(11, 49.0, "optimizer", "")}
+        absence = find_absence({0: self.LOST}, {1: "S", 2: "S"}, places)
+        assert absence is not None
+        assert absence.rank == 2
+
+    def test_a_rank_that_came_when_the_others_had_given_up(self) -> None:
+        places = {0: self.WAITS, 1: self.WAITS._replace(monotonic_s=58.5), 2: self.WAITS._replace(monotonic_s=50.1)}
+        absence = find_absence(dict.fromkeys(range(3), self.LOST), {}, places)
+        assert absence == Absence(1, "it came 8.4 s after the others")
+
+    def test_nobody_is_named_where_nothing_singles_one_out(self) -> None:
+        places = {0: self.WAITS, 1: self.WAITS._replace(monotonic_s=50.2)}
+        assert find_absence(dict.fromkeys(range(2), self.LOST), {}, places) is None
 
 
 class TestRestartPolicy:

@@ -110,9 +110,12 @@ class Phases:
         try:
             self.enter(name, collective)  # a listener may raise
             yield
-        finally:
+        except BaseException:
             if len(self._stack) > depth:
-                self.leave(name)
+                self._close(name)  # the black box goes on telling where it was raised
+            raise
+        if len(self._stack) > depth:
+            self.leave(name)
 
     def enter(self, name: str, collective: str = "") -> None:
         """Begin a phase; the enclosing one stops counting. For places where a `with` cannot stand (hooks)."""
@@ -129,14 +132,17 @@ class Phases:
 
     def leave(self, name: str) -> None:
         """End phase `name` and any that an exception left open inside it."""
+        self._close(name)
+        if self._black_box is not None:  # after the outermost phase its collective, too, lies behind this rank
+            self._black_box.write(self.step, *(self._stack[-1] if self._stack else (name, "")))
+
+    def _close(self, name: str) -> None:
         now = time.perf_counter()
         assert any(name == open_name for open_name, _ in self._stack), (name, self._stack)
         self._charge(now)
         while self._stack.pop()[0] != name:
             pass
         self._since = now
-        if self._stack and self._black_box is not None:
-            self._black_box.write(self.step, *self._stack[-1])
 
     def _charge(self, now: float) -> None:
         name = self._stack[-1][0]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.phases import read_black_box
+from phalanx.launch.absence import process_state
 from phalanx.launch.end_record import EndRecord
 from phalanx.launch.paths import black_box
 from phalanx.launch.reports import ErrorReport
@@ -27,6 +28,7 @@ REPORTED_WINDOW_S = 3.0
 # While stopping, after the first rank left with an error: the save can no longer succeed.
 BROKEN_STOP_S = 5.0
 KILL_PATIENCE_S = 2.0
+STACKS_WINDOW_S = 0.5  # for ranks that said nothing to write their stacks, before they are killed
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class AttemptEnd:
     number: int
     exits: dict[int, RankExit] = field(default_factory=dict)
     records: dict[int, EndRecord] = field(default_factory=dict)
+    silent: dict[int, str] = field(default_factory=dict)
+    """Process state (`process_state`) of each rank that had said nothing when others failed by its absence alone."""
     start_error: ErrorReport | None = None
     server_loss: str = ""
     store_loss: str = ""
@@ -124,6 +128,8 @@ class AttemptWatch:
         self._first_report_at = math.inf
         self._grace_until = math.inf
         self._killed_at = math.inf
+        self._stacks_until = -math.inf
+        self._pids: list[int] = []
 
     def run(self, entry: str, payload: dict[str, Any]) -> AttemptEnd:
         """Start the ranks and return when all are gone."""
@@ -147,7 +153,8 @@ class AttemptWatch:
     def _hear(self, message: Message) -> None:
         match message["say"]:
             case "started":
-                self._on_started(message["pids"])
+                self._pids = message["pids"]
+                self._on_started(self._pids)
             case "start_failed":
                 self.end.start_error = ErrorReport(**message["report"])
             case "store_exit" if message["attempt"] == self.end.number:
@@ -193,7 +200,7 @@ class AttemptWatch:
     def _kill_at(self) -> float:
         """When what is left must be killed, as things stand."""
         failed_at = min(self._first_failure_at, self._first_report_at + REPORTED_WINDOW_S)
-        return min(self._grace_until, failed_at + self._failure_window_s())
+        return max(self._stacks_until, min(self._grace_until, failed_at + self._failure_window_s()))
 
     def _failure_window_s(self) -> float:
         end = self.end
@@ -201,10 +208,12 @@ class AttemptWatch:
             return CAUSE_WINDOW_S  # nobody is left who could tell us more
         if self._stop.signal is not None:
             return BROKEN_STOP_S if self._in_training() else CAUSE_WINDOW_S
-        reports = end.reports
-        died = any(end.has_failed(rank) and rank not in reports for rank in end.exits)
-        cause_known = died or any(not report.secondary for report in reports.values())
-        return CAUSE_WINDOW_S if cause_known else SUSPECT_WINDOW_S
+        return CAUSE_WINDOW_S if self._is_cause_known() else SUSPECT_WINDOW_S
+
+    def _is_cause_known(self) -> bool:
+        reports = self.end.reports
+        died = any(self.end.has_failed(rank) and rank not in reports for rank in self.end.exits)
+        return died or any(not report.secondary for report in reports.values())
 
     def _next_deadline(self) -> float:
         return self._kill_at() if math.isinf(self._killed_at) else self._killed_at + KILL_PATIENCE_S
@@ -214,11 +223,25 @@ class AttemptWatch:
         if self._is_over():
             return
         if math.isinf(self._killed_at) and now >= self._kill_at():
+            if self._look_at_the_silent(now):
+                return
             self._killed_at = now
             self.end.grace_over = now >= self._grace_until
             self._server.link.send({"do": "kill"})
         elif now >= self._killed_at + KILL_PATIENCE_S:  # the server does not answer
             self._server.kill()
+
+    def _look_at_the_silent(self, now: float) -> bool:
+        """Once, when ranks failed only because of another one: note what those that say nothing do, and ask them for
+        their stacks. True if that takes a moment more.
+        """
+        if self._stop.signal is not None or not math.isinf(self._stacks_until) or self._is_cause_known():
+            return False
+        spoken = self.end.exits.keys() | self.end.records.keys()
+        self.end.silent = {rank: process_state(pid) for rank, pid in enumerate(self._pids) if rank not in spoken}
+        self._stacks_until = now + STACKS_WINDOW_S
+        self._server.link.send({"do": "show_stacks", "ranks": list(self.end.silent)})
+        return bool(self.end.silent)
 
     def _in_training(self) -> bool:
         places = (read_black_box(black_box(self._run_dir, rank)) for rank in range(self._num_ranks))

@@ -36,6 +36,10 @@ class RankTask:
 
 
 REPORT_ERROR = "report_error"
+# Has a rank write its main thread's stack to its log, also while C code holds the interpreter's lock. Schedulers send
+# SIGUSR1 and SIGUSR2; this one is left alone.
+STACKS_SIGNAL = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+STACK_HEAD = "Stack (most recent call first):"  # how faulthandler begins
 
 
 def run_rank(task: RankTask, end: EndWriter) -> int:
@@ -52,6 +56,7 @@ def run_rank(task: RankTask, end: EndWriter) -> int:
         _close_input()
         redirect_output(rank_log(task.run_dir, task.ranks.rank, task.ranks.attempt), Redactor(os.environ))
         faulthandler.enable(2)
+        faulthandler.register(STACKS_SIGNAL, file=2, all_threads=False)
         os.environ.update(rank_variables(task.ranks, task.master_port, os.environ))
         code = int(resolve(task.entry, "phalanx", "")(task.payload | {REPORT_ERROR: report_error}) or 0) & 0xFF
         end.tell(EndRecord(code))

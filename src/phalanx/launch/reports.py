@@ -95,10 +95,15 @@ def _is_secondary(error: BaseException) -> bool:
         seen.append(link)
         if type(link).__name__ in _STORE_ERRORS:
             return True
-        if isinstance(link, RuntimeError) and _BECAUSE_OF_ANOTHER.search(_printable(link)):
+        if isinstance(link, RuntimeError) and blames_another(_printable(link)):
             return True
         link = link.__cause__ or link.__context__
     return False
+
+
+def blames_another(text: str) -> bool:
+    """True for words of torch's about a connection that was lost or a peer that did not answer."""
+    return _BECAUSE_OF_ANOTHER.search(text) is not None
 
 
 def _printable(error: BaseException) -> str:

@@ -4,7 +4,7 @@ Importing torch takes seconds and forking takes milliseconds, so ranks start, an
 price of the fork. That is sound only while this process has one thread and has not touched CUDA: it imports what it
 is told to, forks, reaps and reports, and nothing else. User modules are imported in the ranks.
 
-It is told by newline-terminated JSON: prepare, start, signal, kill. It says: ready, preload_failed or
+It is told by newline-terminated JSON: prepare, start, signal, show_stacks, kill. It says: ready, preload_failed or
 preload_begins_cuda, started or start_failed, record (what a rank says of its own end), exit (of each rank, at once),
 store_exit.
 """
@@ -32,7 +32,7 @@ from phalanx.core.secrets import Redactor
 from phalanx.launch.cuda_state import has_begun_cuda
 from phalanx.launch.end_record import EndReader, EndWriter, open_end_pipe
 from phalanx.launch.lifeline import arm_lifelines
-from phalanx.launch.rank import RankTask, run_rank
+from phalanx.launch.rank import STACKS_SIGNAL, RankTask, run_rank
 from phalanx.launch.rank_env import RankEnv
 from phalanx.launch.reports import describe
 from phalanx.launch.store import hold_store, listen_on_loopback
@@ -95,6 +95,10 @@ class Server:
             case "signal":
                 for pid in self._attempt.ranks:
                     os.kill(pid, message["signal"])
+            case "show_stacks":
+                for pid, rank in self._attempt.ranks.items():
+                    if rank in message["ranks"]:
+                        os.kill(pid, STACKS_SIGNAL)
             case "kill":
                 self._kill_ranks()
 
@@ -234,7 +238,7 @@ class Server:
             attempt.records[rank].close()
             fate = {"code": code if code >= 0 else None, "signal": -code if code < 0 else None}
             died = {"died_monotonic_s": time.monotonic()}
-            by_us = pid in attempt.killed and code == -signal.SIGKILL
+            by_us = code == -STACKS_SIGNAL or (pid in attempt.killed and code == -signal.SIGKILL)
             said = {"say": "exit", "attempt": attempt.number, "rank": rank, "by_us": by_us}
             self._link.send(said | fate | died)
             if not attempt.ranks:

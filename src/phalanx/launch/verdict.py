@@ -6,13 +6,17 @@ import re
 import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from phalanx.core.errors import ExitCode
 from phalanx.core.phases import Place, read_black_box
+from phalanx.launch.absence import Absence, find_absence
 from phalanx.launch.attempt import AttemptEnd, RankExit
 from phalanx.launch.paths import black_box, rank_log
-from phalanx.launch.reports import ErrorReport
+from phalanx.launch.rank import STACK_HEAD
+from phalanx.launch.reports import ErrorReport, blames_another
 from phalanx.launch.signals import signal_name
+from phalanx.launch.signature import signature_of
 
 # Codes that phalanx gives to problems which a restart does not cure.
 _DETERMINISTIC = {int(code) for code in ExitCode} - {
@@ -23,8 +27,10 @@ _DETERMINISTIC = {int(code) for code in ExitCode} - {
     ExitCode.INTERRUPTED,
 }
 # Python raises SystemExit for sys.exit, and that is reported with its line.
-UNSAID = " (os._exit, or exit in C code, called before the run was done; only its last step ends a run)"
-_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+UNSAID = " (by os._exit or C's exit, before the run was done)"
+# What says why a rank was aborted, and what comes after it is often longer than the end of a log that is shown.
+_TELLING = re.compile(r"watchdog|NCCL (WARN|error)|terminate called|what\(\):|Fatal Python error", re.IGNORECASE)
+NUM_LAST_LINES, NUM_TELLING_LINES, NUM_STACK_LINES = 25, 6, 10
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,7 @@ class Failure:
     """
 
     rank: int
-    cause: str  # "exception" | "signal" | "exit"
+    cause: str  # "exception" | "signal" | "exit" | "hang"
     step: int
     phase: str
     summary: str
@@ -52,11 +58,15 @@ def find_failure(end: AttemptEnd, run_dir: Path) -> Failure | None:
     """The failure of an attempt, or None if every rank finished or left in agreement."""
     if end.start_error is not None:
         return _from_supervision(end.start_error)
-    first = _first_to_fail(end)
-    if first is None or (first in end.reports and end.reports[first].secondary):
+    found = _first_to_fail(end, run_dir)
+    if found is None or found.is_consequence:
         ours = _of_our_own_processes(end, run_dir)
-        if ours is not None or first is None:
+        if ours is not None or found is None:
             return ours
+        absence = find_absence(end.records, end.silent, _places(end, run_dir))
+        if absence is not None:
+            return _from_absence(absence, end, run_dir)
+    first = found.rank
     place = read_black_box(black_box(run_dir, first))
     report = end.reports.get(first)
     if report is not None and report.is_phalanx_error:
@@ -68,16 +78,38 @@ def find_failure(end: AttemptEnd, run_dir: Path) -> Failure | None:
     return _from_exit(end.exits[first], place, end, run_dir)
 
 
-def _first_to_fail(end: AttemptEnd) -> int | None:
+class _First(NamedTuple):
+    """A rank that failed; in the order in which they are to be looked at."""
+
+    is_consequence: bool
+    time_monotonic_s: float
+    rank: int
+
+
+def _first_to_fail(end: AttemptEnd, run_dir: Path) -> _First | None:
     """The earliest cause; the earliest consequence where no cause is known."""
-    times: list[tuple[bool, float, int]] = []
+    found: list[_First] = []
     reports = end.reports
     for rank in filter(end.has_failed, end.exits.keys() | end.records.keys()):
         if rank in reports:
-            times.append((reports[rank].secondary, reports[rank].time_monotonic_s, rank))
-        else:
-            times.append((False, end.exits[rank].died_monotonic_s, rank))
-    return min(times)[2] if times else None
+            found.append(_First(reports[rank].secondary, reports[rank].time_monotonic_s, rank))
+        elif rank in end.exits:
+            left = end.exits[rank]
+            found.append(_First(_is_aborted_because_of_another(left, end, run_dir), left.died_monotonic_s, rank))
+    return min(found, default=None)
+
+
+def _is_aborted_because_of_another(left: RankExit, end: AttemptEnd, run_dir: Path) -> bool:
+    """C++ code of torch, NCCL's watchdog above all, ends a process when a peer is gone or does not come."""
+    if left.signal != signal.SIGABRT:
+        return False
+    return any(blames_another(line) for line in _telling_lines(rank_log(run_dir, left.rank, end.number)))
+
+
+def _places(end: AttemptEnd, run_dir: Path) -> dict[int, Place]:
+    ranks = end.exits.keys() | end.records.keys() | end.silent.keys()
+    places = {rank: read_black_box(black_box(run_dir, rank)) for rank in ranks}
+    return {rank: place for rank, place in sorted(places.items()) if place is not None}
 
 
 def _from_supervision(report: ErrorReport) -> Failure:
@@ -147,10 +179,36 @@ def _from_exception(rank: int, report: ErrorReport, place: Place | None, end: At
         summary=f"{summary}: {report.one_line}",
         detail=report.one_line,
         report="\n".join(lines),
-        signature=_ADDRESS.sub("0x", report.one_line),
+        signature="lost connection" if report.secondary else signature_of(report.one_line),
         exit_code=ExitCode.INTERNAL,
         restartable=place is not None and place.step >= 1,
         detected_s=_detected_s(rank, end),
+    )
+
+
+def _from_absence(absence: Absence, end: AttemptEnd, run_dir: Path) -> Failure:
+    """The others failed because they waited for this rank; it had said nothing, or came too late."""
+    rank, places = absence.rank, _places(end, run_dir)
+    place, log = places.get(rank), rank_log(run_dir, absence.rank, end.number)
+    summary = f"rank {rank} kept the others waiting {_where(place)}: {absence.why}"
+    by_place: dict[str, list[int]] = {}
+    for other in sorted(end.records.keys() | end.exits.keys() | end.silent.keys()):
+        if other != rank:
+            by_place.setdefault(_where(places.get(other)), []).append(other)
+    waited = [f"{_ranks(ranks)}: waited {where}" for where, ranks in by_place.items()]
+    lines = [summary, *waited, *_stack(log), f"log: {log}"]
+    return Failure(
+        rank=rank,
+        cause="hang",
+        step=place.step if place else 0,
+        phase=place.phase if place else "",
+        summary=summary,
+        detail=f"kept the others waiting: {absence.why}",
+        report="\n".join(lines),
+        signature="kept the others waiting",
+        exit_code=ExitCode.INTERNAL,
+        restartable=place is not None and place.step >= 1,
+        detected_s=0.0,
     )
 
 
@@ -206,12 +264,33 @@ def _hint(how: str) -> str:
     return " (possibly by the kernel's out-of-memory killer)" if "SIGKILL" in how else ""
 
 
-def _last_words(left: RankExit | None, log: Path, num_lines: int = 25) -> list[str]:
-    """The end of the log where it explains a death: the stacks that faulthandler wrote, an abort's message."""
+def _last_words(left: RankExit | None, log: Path) -> list[str]:
+    """The end of the log where it explains a death (stacks of faulthandler, an abort's message), and before it those
+    lines of NCCL and of C++ that say why."""
     if left is not None and left.signal in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):
         return []
+    end = _read_lines(log)[-NUM_LAST_LINES:]
+    return [*(line for line in _telling_lines(log) if line not in end), *end]
+
+
+def _telling_lines(log: Path) -> list[str]:
+    """The first lines of a log that say why a process was aborted."""
+    return [line for line in _read_lines(log) if _TELLING.search(line)][:NUM_TELLING_LINES]
+
+
+def _stack(log: Path) -> list[str]:
+    """Where the main thread of a rank was when it was asked; nothing if it could not answer."""
+    lines = _read_lines(log)
+    if STACK_HEAD not in lines:
+        return []
+    begin = len(lines) - lines[::-1].index(STACK_HEAD)
+    frames = [line for line in lines[begin:] if line.startswith("  File")]
+    return [STACK_HEAD, *frames[:NUM_STACK_LINES]] if frames else []
+
+
+def _read_lines(log: Path) -> list[str]:
     try:
-        return log.read_text(encoding="utf-8", errors="replace").splitlines()[-num_lines:]
+        return log.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
 

@@ -306,7 +306,7 @@ class RanksStarted(Event):
 class RankFailed(Event):
     """From the supervisor: the rank that failed first (-1: the server or the store of the ranks).
 
-    `cause`: "exception" | "signal" | "exit".
+    `cause`: "exception" | "signal" | "exit" (it left before its work was done) | "hang" (the others waited in vain).
     """
 
     failed_rank: int
