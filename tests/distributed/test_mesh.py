@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+import random
 import socket
 import time
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from phalanx.core.errors import EnvironmentProblem, ExitCode, RanksDifferError
+from phalanx.launch.rank_env import loopback_interface
+from phalanx.mesh import mesh as mesh_file
+from phalanx.mesh import rendezvous
 from phalanx.mesh.logical import Box, shard_of
 from phalanx.mesh.mesh import choose_device, open_mesh
+from phalanx.mesh.rendezvous import choose_interface, interface_towards, open_store
 from phalanx.plan.layout import AXES, Layout
 from ranks import run_ranks
 
@@ -245,3 +254,256 @@ def test_a_mesh_that_is_opened_again_costs_no_threads() -> None:
     """A hundred layouts in one process, as `phalanx verify` has them, came to two thousand threads in each rank."""
     for found in run_ranks(4, threads_of_meshes):
         assert found[3:] == found[2:3] * 3
+
+
+# Timeouts
+
+
+def timeouts(rank: int, port: int) -> dict[str, float]:
+    """Seconds, of every group of the process and of its store, for layouts with all axes; opened by ourselves."""
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="4", RANK=str(rank))
+    found: dict[str, float] = {}
+    layouts = {
+        "a": Layout(dp_shard=2, tp=2),
+        "b": Layout(pp=2, dp_replicate=2),
+        "c": Layout(cp=2, dp_shard=2),
+        "d": Layout(dp_shard=4, ep=2),
+        "e": Layout(dp_replicate=2, dp_shard=2),
+    }
+    with open_mesh(layouts["a"], device="cpu", timeout_s=7, rendezvous_s=60):
+        found["store"] = dist.distributed_c10d._get_default_store().timeout.total_seconds()
+        for name, layout in layouts.items():
+            with open_mesh(layout, device="cpu", timeout_s=8) as mesh:  # of a group that was open: whoever opens more
+                mesh.stage_group(), mesh.data_parallel_group()
+                if layout.pp > 1:
+                    mesh.second_group("pp")
+                if layout.ep > 1:
+                    mesh.submesh("dp_replicate", "expert_shard")._flatten("experts_dp")
+                found |= {f"{name} {kind}": seconds for kind, seconds in timeouts_of_groups().items()}
+        with open_mesh(layouts["c"], device="cpu", timeout_s=9) as mesh:  # these groups are there already
+            found |= {f"again {axis}": timeout_of(mesh.submesh(axis).get_group()) for axis in ("cp", "dp_shard")}
+        beside = mesh.open_beside(timeout_s=5)
+        assert beside.group is not None
+        found["beside"] = timeout_of(beside.group)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return found
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+
+
+def timeouts_of_groups() -> dict[str, float]:
+    """By name; those that an earlier layout opened keep what they had."""
+    groups = dist.distributed_c10d._world.pg_names
+    return {name: timeout_of(group) for group, name in groups.items()}
+
+
+def test_every_group_and_the_store_have_the_timeout_of_collectives() -> None:
+    for found in run_ranks(4, timeouts, free_port()):
+        assert found.pop("store") == 7
+        assert found.pop("beside") == 5
+        again = {name: found.pop(name) for name in ("again cp", "again dp_shard")}
+        assert again == dict.fromkeys(again, 9)
+        assert len(found) > 20
+        assert set(found.values()) == {7, 8}, found
+
+
+def slow_to_its_first_batch(rank: int, port: int) -> str:
+    """Rank 1 comes to the first use of the store after all had met, later than the rendezvous would have allowed."""
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2", RANK=str(rank))
+    rendezvous_s = 3.0
+    with open_mesh(Layout(dp_replicate=2), device="cpu", timeout_s=60, rendezvous_s=rendezvous_s) as mesh:
+        store = dist.distributed_c10d._get_default_store()
+        if rank == 1:
+            time.sleep(rendezvous_s + 1)  # the slow batch itself
+            store.set("unique id", "7")  # as the first rank of a group of NCCL does when it is first used
+        found = store.get("unique id").decode()
+        mesh.barrier()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return found
+
+
+def test_a_rank_may_be_slower_to_its_first_batch_than_to_the_rendezvous() -> None:
+    assert run_ranks(2, slow_to_its_first_batch, free_port()) == ["7", "7"]
+
+
+def all_arrive_before_the_device(rank: int, port: int) -> list[str]:
+    """What a rank on a GPU does, in order, with those calls replaced that need one."""
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2", RANK=str(rank), LOCAL_RANK="0")
+    did: list[str] = []
+    torch.cuda.is_available = lambda: True  # type: ignore[assignment]
+    torch.cuda.device_count = lambda: 2  # type: ignore[assignment]
+
+    def set_device(device: torch.device) -> None:
+        others = store.check([f"arrived/{other}" for other in range(2)])
+        did.append(f"{device}, all there: {others}")
+        raise RuntimeError("there is none")
+
+    torch.cuda.set_device = set_device  # type: ignore[assignment]
+    store = open_store(rendezvous_s=30)
+    with contextlib.suppress(RuntimeError), open_mesh(Layout(dp_replicate=2), device="cuda", store=store):
+        pass
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return did
+
+
+def test_ranks_arrive_before_they_touch_their_device() -> None:
+    assert run_ranks(2, all_arrive_before_the_device, free_port()) == [["cuda:0, all there: True"]] * 2
+
+
+# Ends
+
+
+def fail_inside(rank: int, port: int) -> tuple[str, bool]:
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2", RANK=str(rank))
+    try:
+        with open_mesh(Layout(dp_replicate=2), device="cpu"):
+            raise ValueError("boom")
+    except ValueError as error:
+        found = str(error), dist.is_initialized()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return found
+
+
+def test_an_error_inside_leaves_no_group_open() -> None:
+    assert run_ranks(2, fail_inside, free_port()) == [("boom", False)] * 2
+
+
+def test_an_error_on_a_gpu_aborts_instead_of_destroying(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Destroying waits for kernels that wait for the other ranks; here it would wait for ever."""
+    did: list[str] = []
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: did.append("destroyed"))
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: did.append("aborted"))
+    mesh_file._abandon_groups(torch.device("cuda", 0))
+    assert did == ["aborted"]
+
+
+# Devices and interfaces
+
+
+def test_a_rank_that_is_shown_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.delenv("PHALANX_ATTEMPT", raising=False)
+    assert choose_device("cuda", 3) == torch.device("cuda", 0)
+    monkeypatch.setenv("PHALANX_ATTEMPT", "0")  # our own ranks are all shown the same
+    with pytest.raises(EnvironmentProblem, match="local rank 3 has no GPU"):
+        choose_device("cuda", 3)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("PHALANX_ATTEMPT")
+    with pytest.raises(EnvironmentProblem, match="local rank 3 has no GPU"):
+        choose_device("cuda", 3)
+
+
+def own_address() -> str:
+    """An address of this machine that other machines could use."""
+    for addresses in psutil.net_if_addrs().values():
+        for each in addresses:
+            if each.family == socket.AF_INET and not each.address.startswith("127."):
+                return each.address
+    pytest.skip("this machine has no interface but loopback")
+
+
+def test_gloo_takes_the_interface_that_leads_to_rank_0() -> None:
+    assert interface_towards("127.0.0.1") == interface_towards("127.0.1.1") == loopback_interface()
+    assert interface_towards("no-such-host.invalid") is None
+    environ = {"MASTER_ADDR": "127.0.0.1"}
+    choose_interface(environ)
+    assert environ == {"MASTER_ADDR": "127.0.0.1"}, "one machine needs nothing"
+    environ = {"MASTER_ADDR": "127.0.1.1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    choose_interface(environ)  # what a machine's own name often resolves to
+    assert environ["GLOO_SOCKET_IFNAME"] == loopback_interface()
+    environ = {"MASTER_ADDR": "127.0.1.1", "GLOO_SOCKET_IFNAME": "eth7"}
+    choose_interface(environ)
+    assert environ["GLOO_SOCKET_IFNAME"] == "eth7"
+
+
+def test_of_several_machines_the_one_with_rank_0_does_not_announce_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "interface_towards", lambda host: "lo" if host.startswith("127.") else "eth1")
+    environ = {"MASTER_ADDR": "127.0.1.1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    choose_interface(environ)
+    assert environ["GLOO_SOCKET_IFNAME"] == "eth1"
+
+
+def meet_by_alias(rank: int, port: int) -> str:
+    """As on two machines: rank 0 is known by an address that is none of LOOPBACK's names."""
+    dist.destroy_process_group()
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    os.environ.update(MASTER_ADDR="127.0.0.3", MASTER_PORT=str(port), WORLD_SIZE="2", RANK=str(rank))
+    os.environ.update(LOCAL_WORLD_SIZE="2")
+    with open_mesh(Layout(dp_replicate=2), device="cpu", rendezvous_s=60) as mesh:
+        mesh.barrier()
+        found = os.environ["GLOO_SOCKET_IFNAME"]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return found
+
+
+def test_ranks_meet_at_an_address_that_is_not_the_first_of_its_interface() -> None:
+    assert run_ranks(2, meet_by_alias, free_port()) == [loopback_interface()] * 2
+
+
+def groups_in_order(rank: int, world_size: int, layouts: list[Layout]) -> list[list[list[int]]]:
+    """The ranks of each group that this rank of `world_size` asks for, in order, of each layout. No other rank runs."""
+    found = []
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    for layout in layouts:
+        asked: list[list[int]] = []
+        store = FakeStore()
+        dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
+        new_group = dist.distributed_c10d.new_group
+
+        def noted(ranks: Any = None, *args: Any, to: list[list[int]] = asked, new: Any = new_group, **more: Any) -> Any:
+            to.append(list(range(world_size)) if ranks is None else list(ranks))
+            return new(ranks, *args, **more)
+
+        for module in (dist, dist.distributed_c10d, torch.distributed.device_mesh):
+            module.new_group = noted  # type: ignore[attr-defined]
+        try:
+            with open_mesh(layout, device="cpu") as mesh:
+                mesh.stage_group(), mesh.data_parallel_group()
+                for axis in ("pp", "cp") if layout.pp > 1 else ():
+                    mesh.second_group(axis)
+                if layout.ep > 1:
+                    experts = mesh.submesh("dp_replicate", "expert_shard")
+                    experts._flatten("experts_dp")
+        finally:
+            for module in (dist, dist.distributed_c10d, torch.distributed.device_mesh):
+                module.new_group = new_group  # type: ignore[attr-defined]
+        dist.destroy_process_group()
+        found.append(asked)
+    return found
+
+
+def products(world_size: int) -> list[Layout]:
+    """Every product of degrees that are powers of two, over all axes, of this many ranks."""
+    found = []
+    powers = [1 << power for power in range(world_size.bit_length()) if world_size % (1 << power) == 0]
+    for pp, replicate, shard, cp, tp in itertools.product(powers, repeat=5):
+        if pp * replicate * shard * cp * tp == world_size:
+            found.append(Layout(pp=pp, dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp))
+            if shard > 1 and cp == 1:
+                found.append(Layout(pp=pp, dp_replicate=replicate, dp_shard=shard, tp=tp, ep=2))
+    return found
+
+
+def orders(rank: int, world_size: int, layouts: list[Layout], seen_from: list[int]) -> list[Any]:
+    """In a process of its own, for it replaces functions of torch."""
+    return [groups_in_order(each, world_size, layouts) for each in seen_from]
+
+
+@pytest.mark.parametrize(("world_size", "most"), [(16, 1000), (32, 16), (64, 10)])
+def test_all_ranks_ask_for_the_same_groups_in_the_same_order(world_size: int, most: int) -> None:
+    """NCCL and gloo match groups by their number: one more or another order on one rank is a hang."""
+    every = products(world_size)
+    chosen = random.Random(world_size).sample(every, min(most, len(every)))
+    ranks = [0, world_size // 2 - 1, world_size - 1]
+    first, *others = run_ranks(1, orders, world_size, chosen, ranks)[0]
+    assert all(groups for groups in first)
+    for rank, other in zip(ranks[1:], others, strict=True):
+        for layout, mine, theirs in zip(chosen, first, other, strict=True):
+            assert mine == theirs, f"{layout}: ranks 0 and {rank}"

@@ -26,7 +26,7 @@ from phalanx.launch.external import ExternalRanks
 from phalanx.launch.paths import next_attempt
 from phalanx.launch.rank_env import RankEnv
 from phalanx.launch.supervisor import Outcome
-from phalanx.mesh.mesh import open_store
+from phalanx.mesh.rendezvous import RENDEZVOUS_S, open_store
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import RunFinished
 from phalanx.plan.plan import Plan
@@ -42,7 +42,7 @@ def train_as_rank(job: Job, run_dir: Path, launched: ExternalRanks, *, resume: b
     A launcher that starts failed ranks again (torchrun --max-restarts) continues the run in `run.dir`.
     """
     began_unix_s, ranks = time.time(), launched.mine
-    store = open_store() if ranks.world_size > 1 else None
+    store = open_store(rendezvous_s=job.resilience.rendezvous_s or RENDEZVOUS_S) if ranks.world_size > 1 else None
     if ranks.rank != 0:
         return _follow(job, ranks, store, began_unix_s)
     resume = resume or (ranks.attempt > 0 and (run_dir / "job.json").exists())

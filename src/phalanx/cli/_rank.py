@@ -40,6 +40,7 @@ from phalanx.job.schema import Job
 from phalanx.launch.paths import black_box
 from phalanx.launch.rank_env import read_rank_env
 from phalanx.mesh.mesh import Mesh, open_mesh
+from phalanx.mesh.rendezvous import RENDEZVOUS_S, SUPERVISED_RENDEZVOUS_S
 from phalanx.nn.build import build_model, build_objective
 from phalanx.observe.bus import CLOSE_AFTER_ERROR_S, CLOSE_MORE_S, Bus, OpenSink
 from phalanx.observe.events import CheckpointUnusable, Note, RunStarted, TextGenerated
@@ -120,8 +121,11 @@ def _reported(run: RankRun) -> Iterator[None]:
 def _train(run: RankRun, bus: Bus, phases: Phases, meter: MemoryMeter, stop: StopFlags, store: Any) -> int:
     job, plan, run_dir = run.job, run.plan, run.run_dir
     phases.enter("startup")
-    timeout_s = job.resilience.collective_timeout_s
-    with open_mesh(plan.layout, device=plan.device, timeout_s=timeout_s, store=store) as mesh, _reported(run):
+    limits = {
+        "timeout_s": job.resilience.collective_timeout_s,
+        "rendezvous_s": job.resilience.rendezvous_s or (SUPERVISED_RENDEZVOUS_S if store is None else RENDEZVOUS_S),
+    }
+    with open_mesh(plan.layout, device=plan.device, store=store, **limits) as mesh, _reported(run):
         corpus = load_corpus(run_dir / "data")
         mesh.require_agreement(
             {

@@ -418,6 +418,9 @@ class Resilience(Section):
     """Seconds the ranks have to save after SIGTERM."""
     collective_timeout_s: PositiveFloat = 600.0
     """A collective that takes longer fails on every rank."""
+    rendezvous_s: PositiveFloat | None = None
+    """Seconds in which all ranks must have started; null is 20 for ranks that phalanx starts, 300 for those of another
+    launcher."""
     max_skipped_steps: Count = 100
     """Steps in a row with non-finite gradients or without targets before the run is given up (exit 8)."""
     inject: tuple[str, ...] = ()

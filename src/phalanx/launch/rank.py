@@ -58,6 +58,8 @@ def run_rank(task: RankTask, end: EndWriter) -> int:
         faulthandler.enable(2)
         faulthandler.register(STACKS_SIGNAL, file=2, all_threads=False)
         os.environ.update(rank_variables(task.ranks, task.master_port, os.environ))
+        trace = task.run_dir / "logs" / f"nccl-attempt-{task.ranks.attempt:02d}-rank-"
+        os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(trace))  # torch appends the rank
         code = int(resolve(task.entry, "phalanx", "")(task.payload | {REPORT_ERROR: report_error}) or 0) & 0xFF
         end.tell(EndRecord(code))
         _finish()

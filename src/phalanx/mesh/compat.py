@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import inspect
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -27,6 +30,33 @@ def quiet_torch() -> None:
         r".*(No device id is provided|barrier\(\): using the device).*",
     ):
         warnings.filterwarnings("ignore", message=message, module=r"torch\.")
+
+
+@contextlib.contextmanager
+def default_group_timeout(timeout: datetime.timedelta) -> Iterator[None]:
+    """Process groups that are opened in the body without a timeout of their own get this one.
+
+    Torch gives them 30 minutes (NCCL 10), whatever the default group has, and device meshes, which open most of them,
+    take no timeout. These are the two private names that it reads for each new group.
+    """
+    names = ("default_pg_timeout", "default_pg_nccl_timeout")
+    before = {name: getattr(distributed_c10d, name) for name in names}
+    for name in names:
+        setattr(distributed_c10d, name, timeout)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(distributed_c10d, name, value)
+
+
+def set_timeouts(mesh: DeviceMesh, timeout: datetime.timedelta) -> None:
+    """Give every group of `mesh`, and of what was flattened of it, this timeout for a collective."""
+    groups = [*mesh.get_all_groups()]
+    for flattened in mesh._flatten_mapping.values():
+        groups += flattened.get_all_groups()
+    for group in groups:
+        distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def ddp_buffer_option(sync: bool) -> dict[str, bool]:

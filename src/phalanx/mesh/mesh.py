@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import json
 import os
-import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,11 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from phalanx.core.digest import differing_keys, digest
 from phalanx.core.errors import EnvironmentProblem, RanksDifferError
 from phalanx.core.launchers import adopt_launched_rank
-from phalanx.mesh.compat import quiet_torch
+from phalanx.mesh.compat import default_group_timeout, quiet_torch, set_timeouts
 from phalanx.mesh.malloc import return_large_blocks
+from phalanx.mesh.rendezvous import RENDEZVOUS_S, join, open_store, wait_for_all
 from phalanx.plan.layout import AXES, Layout
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 PIPELINE_VARIABLES = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 """Of CUDA, for pipelines, unless the user has set them. A kernel that is loaded at its first use can wait for the whole
@@ -138,7 +136,8 @@ class Mesh:
         return tensor
 
     def barrier(self) -> None:
-        self.all_reduce_sum(torch.zeros(1, device=self.device))
+        """Return when all ranks are here. Reading the sum holds back the host, too, where a device only queues it."""
+        self.all_reduce_sum(torch.zeros(1, device=self.device)).item()
 
     def gather_json(self, value: Any) -> list[Any]:
         """Every rank's JSON value, in rank order, on every rank. Nothing is pickled."""
@@ -208,8 +207,10 @@ def choose_device(kind: str, local_rank: int) -> torch.device:
     if kind == "cuda":
         if not torch.cuda.is_available():
             raise EnvironmentProblem("no CUDA device is available", fix="use cluster.device=cpu")
-        if local_rank >= torch.cuda.device_count():
-            count = torch.cuda.device_count()
+        count = torch.cuda.device_count()
+        if count == 1 and "PHALANX_ATTEMPT" not in os.environ:
+            return torch.device("cuda", 0)  # a launcher that shows each of its ranks the one GPU it may use
+        if local_rank >= count:
             raise EnvironmentProblem(f"local rank {local_rank} has no GPU", why=f"this machine has {count}")
         return torch.device("cuda", local_rank)
     return torch.device("cpu")
@@ -221,7 +222,7 @@ def open_mesh(
     *,
     device: str = "auto",
     timeout_s: float = 600.0,
-    rendezvous_s: float = 20.0,
+    rendezvous_s: float = RENDEZVOUS_S,
     store: dist.Store | None = None,
 ) -> Iterator[Mesh]:
     """Join the ranks of `layout` and yield this rank's Mesh; leave them at the end.
@@ -230,6 +231,8 @@ def open_mesh(
     `open_store`, if it is open already), or through a process group that is open already: it is used, and left open.
     Raises EnvironmentProblem (exit 6) if the ranks are not those of the layout, if the port is taken, or if a rank
     does not arrive within `rendezvous_s`.
+
+    Every group that is opened meanwhile, by whomever, has `timeout_s` for a collective unless it is given another.
     """
     quiet_torch()
     adopt_launched_rank(os.environ)
@@ -248,6 +251,11 @@ def open_mesh(
             os.environ.setdefault(name, value)
     where = choose_device(device, local_rank)
     threads_before = torch.get_num_threads()
+    if not dist.is_initialized() and world_size > 1:
+        ours = True
+        store = store or open_store(rendezvous_s=rendezvous_s)
+        # Before the device: making its context takes seconds, one after another on a machine with several GPUs.
+        wait_for_all(store, rank, world_size, rendezvous_s=rendezvous_s, timeout_s=timeout_s)
     if where.type == "cpu":
         torch.set_num_threads(threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)))
         if layout.reduced.dp_shard > 1:
@@ -258,36 +266,54 @@ def open_mesh(
         yield Mesh(layout, 0, local_rank, where)
         torch.set_num_threads(threads_before)
         return
-    if not dist.is_initialized():
-        ours = True
-        store = store or open_store(rendezvous_s=rendezvous_s)
-        _join(store, rank, world_size, where, timeout_s=timeout_s, rendezvous_s=rendezvous_s)
     try:
-        device_mesh = _device_mesh(where, layout)
-        reducing = _device_mesh(where, layout.reduced) if layout.cp > 1 else None
-        # Where ranks go on, groups stay open, for DTensor keeps what it knows of a mesh for another one like it; the
-        # next mesh with the same axes gets them again, as each group of gloo has three threads that never rest.
-        yield Mesh(layout, rank, local_rank, where, device_mesh, reducing, _expert_mesh(where, layout))
-    finally:
-        torch.set_num_threads(threads_before)
+        with default_group_timeout(datetime.timedelta(seconds=timeout_s)):
+            if ours:
+                assert store is not None
+                join(store, rank, world_size, where, timeout_s=timeout_s)
+            device_mesh = _device_mesh(where, layout, timeout_s)
+            reducing = _device_mesh(where, layout.reduced, timeout_s) if layout.cp > 1 else None
+            # Where ranks go on, groups stay open, for DTensor keeps what it knows of a mesh for another one like it;
+            # the next mesh with the same axes gets them again, as each group of gloo has three threads that never rest.
+            yield Mesh(layout, rank, local_rank, where, device_mesh, reducing, _expert_mesh(where, layout, timeout_s))
+            if ours and where.type == "cuda":
+                torch.cuda.synchronize()
+    except BaseException:
         if ours and dist.is_initialized():
             _meshes.clear()
-            dist.destroy_process_group()
+            _abandon_groups(where)
+        raise
+    finally:
+        torch.set_num_threads(threads_before)
+    if ours and dist.is_initialized():
+        _meshes.clear()
+        dist.destroy_process_group()
 
 
-def _device_mesh(device: torch.device, layout: Layout) -> DeviceMesh:
-    return _opened(device.type, tuple(getattr(layout, axis) for axis in AXES), AXES)
+def _abandon_groups(device: torch.device) -> None:
+    """Leave the groups after an error, while the other ranks may be in a collective that this one will never join.
+
+    Destroying a group of NCCL waits for its kernels, and so for them; aborting does not. Gloo only closes its sockets.
+    """
+    if device.type == "cuda":
+        dist.distributed_c10d._abort_process_group()
+    else:
+        dist.destroy_process_group()
 
 
-def _expert_mesh(device: torch.device, layout: Layout) -> DeviceMesh | None:
+def _device_mesh(device: torch.device, layout: Layout, timeout_s: float) -> DeviceMesh:
+    return _opened(device.type, tuple(getattr(layout, axis) for axis in AXES), AXES, timeout_s)
+
+
+def _expert_mesh(device: torch.device, layout: Layout, timeout_s: float) -> DeviceMesh | None:
     if layout.ep == 1:
         return None
     shard = layout.reduced.dp_shard // layout.ep
     shape = (layout.pp, layout.dp_replicate, shard, layout.ep, layout.tp)
-    return _opened(device.type, shape, ("pp", "dp_replicate", "expert_shard", "ep", "tp"))
+    return _opened(device.type, shape, ("pp", "dp_replicate", "expert_shard", "ep", "tp"), timeout_s)
 
 
-def _opened(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+def _opened(device_type: str, shape: tuple[int, ...], names: tuple[str, ...], timeout_s: float) -> DeviceMesh:
     """The mesh of all ranks with these axes; of one process group there is one, however often it is asked for."""
     if _meshes.get("world") is not dist.group.WORLD:
         _meshes.clear()
@@ -295,66 +321,9 @@ def _opened(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) ->
     key = device_type, shape, names
     if key not in _meshes:
         _meshes[key] = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    else:
+        set_timeouts(_meshes[key], datetime.timedelta(seconds=timeout_s))
     return _meshes[key]
 
 
 _meshes: dict[Any, Any] = {}  # of the process group "world"
-
-
-def _join(
-    store: dist.Store, rank: int, world_size: int, device: torch.device, *, timeout_s: float, rendezvous_s: float
-) -> None:
-    store.set(f"arrived/{rank}", "1")
-    try:
-        store.wait([f"arrived/{r}" for r in range(world_size)], datetime.timedelta(seconds=rendezvous_s))
-    except dist.DistStoreError:
-        absent = [r for r in range(world_size) if not store.check([f"arrived/{r}"])]
-        raise EnvironmentProblem(
-            f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))} did not arrive in {rendezvous_s:g} s"
-        ) from None
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    # No device_id: with it NCCL opens one communicator at once, whose one stream all unbatched sends and receives of a
-    # group then share. A pipeline asks for messages of several ranks ahead, in an order of its own: it needs the
-    # communicators of two ranks each that are opened at first use.
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=timeout_s)
-    )
-
-
-def open_store(*, rendezvous_s: float = 20.0) -> dist.Store:
-    """The key-value store at MASTER_ADDR:MASTER_PORT, which rank 0 holds unless its launcher does.
-
-    Keys are those of this incarnation of the ranks: a restart never reads what the dead ones wrote.
-    """
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    incarnation = os.environ.get("PHALANX_ATTEMPT") or os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
-    return dist.PrefixStore(f"phalanx/{incarnation}", _open_store(rank, world_size, rendezvous_s))
-
-
-def _open_store(rank: int, world_size: int, rendezvous_s: float) -> dist.Store:
-    host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "0"))
-    hosts_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    listening: socket.socket | None = None
-    options: dict[str, Any] = {}
-    try:
-        if hosts_store and host in LOOPBACK:
-            # A TCPStore binds every interface unless it is handed a socket.
-            listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-            options["master_listen_fd"] = listening.detach()
-        return dist.TCPStore(
-            host,
-            port,
-            world_size,
-            is_master=hosts_store,
-            timeout=datetime.timedelta(seconds=rendezvous_s),
-            wait_for_workers=False,
-            **options,
-        )
-    except (dist.DistNetworkError, dist.DistStoreError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        if hosts_store:
-            why = "address in use" if "in use" in str(error).lower() or "EADDRINUSE" in str(error) else reason
-            raise EnvironmentProblem(
-                f"port {port} on {host} cannot be listened on", why=why, fix="choose another MASTER_PORT"
-            ) from None
-        raise EnvironmentProblem(f"no rank 0 answers at {host}:{port}", why=reason) from None

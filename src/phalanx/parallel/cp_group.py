@@ -82,8 +82,9 @@ class ContextGroup:
         return arrived
 
     def from_last(self, value: torch.Tensor) -> torch.Tensor:
-        """What the rank with the last token has, on every rank."""
-        value = value.contiguous()
+        """What the rank with the last token has, on every rank, on the device where `value` is."""
+        sent = value.to("cuda") if dist.get_backend(self.group) == "nccl" else value  # which takes no others
+        sent = sent.contiguous()
         source = dist.get_global_rank(self.group, self.chunks.last_rank)
-        dist.broadcast(value, source, group=self.group)
-        return value
+        dist.broadcast(sent, source, group=self.group)
+        return sent.to(value.device)

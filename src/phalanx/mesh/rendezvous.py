@@ -1,0 +1,150 @@
+"""How ranks find each other: the store at MASTER_ADDR, the wait until all have arrived, the default process group."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from phalanx.core.errors import EnvironmentProblem
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# Another launcher's ranks wait for containers, images and file systems of many machines.
+RENDEZVOUS_S = 300.0
+SUPERVISED_RENDEZVOUS_S = 20.0
+
+
+def wait_for_all(store: dist.Store, rank: int, world_size: int, *, rendezvous_s: float, timeout_s: float) -> None:
+    """Say that this rank is here and return when all are; the store's timeout is then that of collectives.
+
+    Raises EnvironmentProblem naming the ranks that did not arrive within `rendezvous_s`.
+    """
+    store.set(f"arrived/{rank}", "1")
+    try:
+        store.wait([f"arrived/{r}" for r in range(world_size)], datetime.timedelta(seconds=rendezvous_s))
+    except dist.DistStoreError:
+        absent = [r for r in range(world_size) if not store.check([f"arrived/{r}"])]
+        raise EnvironmentProblem(
+            f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))} did not arrive in {rendezvous_s:g} s",
+            fix="see why they did not start, or set resilience.rendezvous_s to more",
+        ) from None
+    # NCCL makes a communicator at the first use of its group, through the store: whoever is late by then, because of a
+    # slow first batch or compilation, is late to a collective and not to the rendezvous.
+    store.set_timeout(datetime.timedelta(seconds=timeout_s))
+
+
+def join(store: dist.Store, rank: int, world_size: int, device: torch.device, *, timeout_s: float) -> None:
+    """Open the default process group of ranks that have all arrived.
+
+    On GPUs it is NCCL's alone: gloo beside it would connect all ranks of every subgroup by TCP, for nobody's use (what
+    needs tensors on the CPU opens its own group, see `Mesh.open_beside`).
+    """
+    choose_interface(os.environ)
+    # No device_id: with it NCCL opens one communicator at once, whose one stream all unbatched sends and receives of a
+    # group then share. A pipeline asks for messages of several ranks ahead, in an order of its own: it needs the
+    # communicators of two ranks each that are opened at first use.
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+
+
+def choose_interface(environ: Any) -> None:
+    """Set GLOO_SOCKET_IFNAME, unless somebody has, to the interface through which this rank reaches MASTER_ADDR.
+
+    By default gloo announces the address of the host's own name, which many machines resolve to loopback: ranks on
+    other machines then connect to themselves. Where MASTER_ADDR is such a name of this machine, and there are other
+    machines, it is the interface of the default route.
+    """
+    host = environ.get("MASTER_ADDR", "")
+    if environ.get("GLOO_SOCKET_IFNAME") or not host or host in LOOPBACK:
+        return
+    name = interface_towards(host)
+    if name is not None and _is_loopback(name):
+        is_one_machine = environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE")
+        name = name if is_one_machine else interface_towards("192.0.2.1") or interface_towards("2001:db8::1")
+    if name is not None:
+        environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def interface_towards(host: str) -> str | None:
+    """The network interface that packets to `host` leave by; None if there is no way, or no such host.
+
+    Nothing is sent: connecting a datagram socket only asks the routing table.
+    """
+    try:
+        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    except OSError:
+        return None
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)
+                own = probe.getsockname()[0]
+        except OSError:
+            continue
+        name = _interface_with(own)
+        if name is not None:
+            return name
+    return None
+
+
+def _interface_with(address: str) -> str | None:
+    address = address.partition("%")[0]
+    if address.startswith("127."):  # the whole block is one interface's, which lists the first address alone
+        address = "127.0.0.1"
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == address for each in addresses):
+            return name
+    return None
+
+
+def _is_loopback(name: str) -> bool:
+    return any(each.address in LOOPBACK for each in psutil.net_if_addrs().get(name, ()))
+
+
+def open_store(*, rendezvous_s: float = RENDEZVOUS_S) -> dist.Store:
+    """The key-value store at MASTER_ADDR:MASTER_PORT, which rank 0 holds unless its launcher does.
+
+    Keys are those of this incarnation of the ranks: a restart never reads what the dead ones wrote.
+    """
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    incarnation = os.environ.get("PHALANX_ATTEMPT") or os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
+    return dist.PrefixStore(f"phalanx/{incarnation}", _open_store(rank, world_size, rendezvous_s))
+
+
+def _open_store(rank: int, world_size: int, rendezvous_s: float) -> dist.Store:
+    host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "0"))
+    hosts_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    listening: socket.socket | None = None
+    options: dict[str, Any] = {}
+    try:
+        if hosts_store and host in LOOPBACK:
+            # A TCPStore binds every interface unless it is handed a socket.
+            listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+            options["master_listen_fd"] = listening.detach()
+        return dist.TCPStore(
+            host,
+            port,
+            world_size,
+            is_master=hosts_store,
+            timeout=datetime.timedelta(seconds=rendezvous_s),
+            wait_for_workers=False,
+            **options,
+        )
+    except (dist.DistNetworkError, dist.DistStoreError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        if hosts_store:
+            why = "address in use" if "in use" in str(error).lower() or "EADDRINUSE" in str(error) else reason
+            raise EnvironmentProblem(
+                f"port {port} on {host} cannot be listened on", why=why, fix="choose another MASTER_PORT"
+            ) from None
+        raise EnvironmentProblem(f"no rank 0 answers at {host}:{port}", why=reason) from None
