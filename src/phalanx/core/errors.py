@@ -27,7 +27,7 @@ class ExitCode(IntEnum):
 
 EXIT_CODE_MEANING: dict[ExitCode, str] = {
     ExitCode.OK: "finished",
-    ExitCode.INTERNAL: "a bug, or an exception of your own code in a rank before the first step (with its traceback)",
+    ExitCode.INTERNAL: "a bug, or your own code raised or left in a rank before the first step (with its traceback)",
     ExitCode.USAGE: "the command line is wrong",
     ExitCode.JOB: "the job file is wrong, a layout or model is refused, or your model cannot be built",
     ExitCode.DATA: "data is missing, empty or does not fit the model, or your dataset raised an exception",
@@ -36,7 +36,7 @@ EXIT_CODE_MEANING: dict[ExitCode, str] = {
     ExitCode.RESOURCES: "memory or disk is full, the run directory is unwritable, or ranks differ",
     ExitCode.NUMERICS: "too many steps with non-finite gradients",
     ExitCode.RUN_LOCKED: "another live job uses the run directory, or checkpoint.url is another run's",
-    ExitCode.RESTART_BUDGET: "the restart budget is spent, or a crash (or exception of yours) repeats at one step",
+    ExitCode.RESTART_BUDGET: "the restart budget is spent, or a crash (or your code's exception or exit) repeats",
     ExitCode.VERIFICATION: "a verification or a drill failed",
     ExitCode.PREEMPTED: "stopped by SIGTERM after saving; run again with --resume",
     ExitCode.INTERRUPTED: "stopped by Ctrl-C; saved unless it was pressed twice",

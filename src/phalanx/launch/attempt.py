@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from phalanx.core.phases import read_black_box
+from phalanx.core.phases import Place, read_black_box
 from phalanx.launch.absence import process_state
 from phalanx.launch.end_record import EndRecord
 from phalanx.launch.paths import black_box
@@ -60,6 +60,8 @@ class AttemptEnd:
     records: dict[int, EndRecord] = field(default_factory=dict)
     silent: dict[int, str] = field(default_factory=dict)
     """Process state (`process_state`) of each rank that had said nothing when others failed by its absence alone."""
+    silent_places: dict[int, Place] = field(default_factory=dict)
+    """Where these ranks were then: the question for their stacks may wake them."""
     start_error: ErrorReport | None = None
     server_loss: str = ""
     store_loss: str = ""
@@ -239,6 +241,8 @@ class AttemptWatch:
             return False
         spoken = self.end.exits.keys() | self.end.records.keys()
         self.end.silent = {rank: process_state(pid) for rank, pid in enumerate(self._pids) if rank not in spoken}
+        places = {rank: read_black_box(black_box(self._run_dir, rank)) for rank in self.end.silent}
+        self.end.silent_places = {rank: place for rank, place in places.items() if place is not None}
         self._stacks_until = now + STACKS_WINDOW_S
         self._server.link.send({"do": "show_stacks", "ranks": list(self.end.silent)})
         return bool(self.end.silent)

@@ -109,7 +109,7 @@ def _is_aborted_because_of_another(left: RankExit, end: AttemptEnd, run_dir: Pat
 def _places(end: AttemptEnd, run_dir: Path) -> dict[int, Place]:
     ranks = end.exits.keys() | end.records.keys() | end.silent.keys()
     places = {rank: read_black_box(black_box(run_dir, rank)) for rank in ranks}
-    return {rank: place for rank, place in sorted(places.items()) if place is not None}
+    return {rank: place for rank, place in sorted(places.items()) if place is not None} | end.silent_places
 
 
 def _from_supervision(report: ErrorReport) -> Failure:
