@@ -7,10 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from phalanx.core.errors import CheckpointError
+from phalanx.checkpoint.refusals import kind_of
+from phalanx.core.errors import CheckpointError, RunTakenError, StorageError
+from phalanx.core.files import fix_of
 from phalanx.plan.layout import Layout
 
-FREE_SPACE = "free space there; the checkpoints before this one stand"
+EARLIER_STAND = "the checkpoints before this one stand"
+_ONLY_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+_KINDS: dict[str, type[CheckpointError]] = {kind.__name__: kind for kind in (StorageError, RunTakenError)}
 
 
 class Group(Protocol):
@@ -33,16 +37,20 @@ class Group(Protocol):
 def agreed(group: Group, where: str, doing: str) -> Iterator[dict[str, Any]]:
     """Run the body on every rank, then share `outcome["mine"]` as `outcome["all"]`; one rank's error is everyone's."""
     outcome: dict[str, Any] = {"mine": None}
-    error = fix = None
+    error = fix = kind = None
     try:
         yield outcome
     except CheckpointError as caught:
-        error = str(caught)
+        error, fix, kind = str(caught), None, type(caught).__name__
     except OSError as caught:
         error = f"{caught.strerror}: {caught.filename}" if caught.strerror and caught.filename else str(caught)
-        fix = FREE_SPACE if caught.errno in (errno.ENOSPC, errno.EDQUOT) else None
-    results = group.gather_json([error, fix, outcome["mine"]])
-    failed = [(f"rank {rank}: {error}", fix) for rank, (error, fix, _) in enumerate(results) if error is not None]
+        kind = kind_of(caught).__name__
+        fix = fix_of(caught, caught.filename or where)
+        fix = f"{fix}; {EARLIER_STAND}" if fix and caught.errno in _ONLY_WRITING else fix
+    results = group.gather_json([error, fix, kind, outcome["mine"]])
+    failed = [(f"rank {rank}: {error}", fix, kind) for rank, (error, fix, kind, _) in enumerate(results) if error]
     if failed:
-        raise CheckpointError(f"failed while {doing}", where=where, why=failed[0][0], fix=failed[0][1])
-    outcome["all"] = [mine for _, _, mine in results]
+        # That the run is another job's says more than what else went wrong because of it.
+        why, fix, kind = next((told for told in failed if told[2] == RunTakenError.__name__), failed[0])
+        raise _KINDS.get(kind or "", CheckpointError)(f"failed while {doing}", where=where, why=why, fix=fix)
+    outcome["all"] = [mine for *_, mine in results]

@@ -15,6 +15,7 @@ import xxhash
 
 from phalanx.checkpoint.chunks import CHUNK_BYTES, StoredFile
 from phalanx.checkpoint.folder import STEP_NAME, Folder, LocalFolder, as_folder
+from phalanx.checkpoint.refusals import unreadable
 from phalanx.core.digest import canonical_json
 from phalanx.core.errors import CheckpointError
 
@@ -105,7 +106,9 @@ def read_manifest(place: Folder | Path) -> Manifest:
         written = manifest_bytes(body) if isinstance(body, dict) else b""  # and for half a letter
     except FileNotFoundError:
         raise _without_manifest(folder) from None
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise unreadable(error, "the manifest cannot be read", path) from None
+    except (ValueError, RecursionError) as error:
         raise CheckpointError("the manifest cannot be read", where=path, why=str(error)) from None
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         found = body.get("format") if isinstance(body, dict) else type(body).__name__
@@ -248,8 +251,7 @@ def list_folders(root: Path) -> list[Path]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        where = str(error.filename or root)
-        raise CheckpointError("checkpoints cannot be looked for", where=where, why=error.strerror) from None
+        raise unreadable(error, "checkpoints cannot be looked for", str(error.filename or root)) from None
     return [entry for _, entry in sorted(found)]
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from phalanx.checkpoint.epoch import Epoch
 from phalanx.checkpoint.folder import Folder
 from phalanx.checkpoint.owner import require_claim
+from phalanx.checkpoint.refusals import unreadable
 from phalanx.checkpoint.stores.protocol import Store
 from phalanx.checkpoint.verify import Progress, verify_checkpoint
-from phalanx.core.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def prune(
         try:
             store.remove(folder)
         except OSError as error:
-            raise CheckpointError("it cannot be removed", where=folder.url, why=error.strerror) from None
+            raise unreadable(error, "it cannot be removed", folder.url) from None
     return going
 
 

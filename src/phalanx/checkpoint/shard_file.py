@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from phalanx.checkpoint.chunks import CHUNK_BYTES, ChunkDigests, StoredFile
 from phalanx.checkpoint.folder import Folder, RangeReader, as_folder
+from phalanx.checkpoint.refusals import unreadable
 from phalanx.core.disk import Disk, DiskFile
 from phalanx.core.errors import CheckpointError
 
@@ -250,8 +251,7 @@ class CheckedFile:
             raise CheckpointError("its header is not one of safetensors", where=self.where, why=str(error)) from None
 
     def _unreadable(self, error: OSError) -> CheckpointError:
-        why = error.strerror or str(error)
-        return CheckpointError("a file of the checkpoint cannot be read", where=self.where, why=why)
+        return unreadable(error, "a file of the checkpoint cannot be read", self.where)
 
 
 def parse_header(text: bytes, base: int, num_bytes: int) -> Iterator[tuple[str, Entry]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from phalanx.checkpoint.folder import Folder, as_folder
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, Piece, StoredTensor, read_manifest
+from phalanx.checkpoint.refusals import unreadable
 from phalanx.checkpoint.shard_file import DTYPES, CheckedFile
 from phalanx.core.errors import CheckpointError
 
@@ -69,7 +70,7 @@ def _directory_problems(folder: Folder, manifest: Manifest) -> list[CheckpointEr
     try:
         there = set(folder.sizes())
     except OSError as error:
-        return [CheckpointError("it cannot be read", where=folder.url, why=error.strerror or str(error))]
+        return [unreadable(error, "it cannot be read", folder.url)]
     missing = sorted(set(manifest.files) - there)
     extra = sorted(there - set(manifest.files) - {MANIFEST})
     found = []

@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 
 from phalanx.cli._output import open_closed_streams, silence
 from phalanx.core.errors import ExitCode, JobError, PhalanxError, did_you_mean
+from phalanx.core.files import disk_problem
 from phalanx.core.registry import names
 from phalanx.core.terminal import safe_output
 
@@ -159,8 +160,12 @@ def _run(arguments: Sequence[str]) -> int:
         else:
             print(f"phalanx: {_mistake_words(mistake)}", file=sys.stderr)
         return ExitCode.USAGE
-    except Exception:  # a bug, or user code that nobody expected to fail
-        print(traceback.format_exc().rstrip(), file=sys.stderr)
+    except Exception as error:
+        problem = disk_problem(error, "writing or reading files")
+        if problem is not None:
+            tell(problem)
+            return problem.exit_code
+        print(traceback.format_exc().rstrip(), file=sys.stderr)  # a bug, or user code that nobody expected to fail
         return ExitCode.INTERNAL
 
 

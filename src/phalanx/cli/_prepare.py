@@ -278,8 +278,7 @@ def score_baselines(run: Prepared, bus: Bus) -> None:
 
 def conclude(run: Prepared, outcome: Outcome) -> int:
     """The page, and the last lines: what came out and where it is."""
-    with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
-        write_report(run.run_dir)
+    page = _page_written(run.run_dir)
     if outcome.status == "finished":
         say(*summary_lines(run.run_dir))
     elif outcome.message:
@@ -290,8 +289,17 @@ def conclude(run: Prepared, outcome: Outcome) -> int:
             say(f"resume  phalanx train --resume {run.run_dir} --fallback   (the newest checkpoint that verifies)")
     elif outcome.status != "finished" and saved:
         say(f"resume  phalanx train --resume {run.run_dir}   (newest checkpoint: {saved[-1].name})")
-    say(f"report  {run.run_dir / 'report.html'}", f"run     {run.run_dir}")
+    say(page, f"run     {run.run_dir}")
     return outcome.exit_code
+
+
+def _page_written(run_dir: Path) -> str:
+    """Write the page and say where it is; a disk that refuses it must not hide how the run ended."""
+    try:
+        write_report(run_dir)
+    except ResourceError as error:
+        return f"report  is not written: {error.what} ({error.why}); phalanx report {run_dir} writes it once it can be"
+    return f"report  {run_dir / 'report.html'}"
 
 
 def _saved(run: Prepared) -> list[Folder]:

@@ -174,8 +174,8 @@ def _supervised(run: Prepared, began: float) -> int:
         max_restarts=job.resilience.max_restarts,
         grace_s=job.resilience.grace_s,
     )
-    bus = Bus(rank=-1, attempt=attempt, run_dir=run_dir)
     console = console_of(job)
+    bus = Bus(rank=-1, attempt=attempt, run_dir=run_dir, on_unwritten=console.write)
     tail = EventTail(run_dir, attempt_from=attempt)
     store = open_store(run_dir, job.checkpoint.url)
     try:

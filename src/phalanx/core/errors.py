@@ -33,9 +33,9 @@ EXIT_CODE_MEANING: dict[ExitCode, str] = {
     ExitCode.DATA: "data is missing, empty or does not fit the model, or your dataset raised an exception",
     ExitCode.CHECKPOINT: "a checkpoint is missing, damaged or does not fit",
     ExitCode.ENVIRONMENT: "environment, rendezvous or port",
-    ExitCode.RESOURCES: "memory or disk is full, the run directory is unwritable, or ranks differ",
+    ExitCode.RESOURCES: "memory is full, a disk or store refuses (full, read-only, over quota, ...), or ranks differ",
     ExitCode.NUMERICS: "too many steps with non-finite gradients",
-    ExitCode.RUN_LOCKED: "another live job uses the run directory, or checkpoint.url is another run's",
+    ExitCode.RUN_LOCKED: "another job uses or took the run directory, or checkpoint.url is another run's",
     ExitCode.RESTART_BUDGET: "the restart budget is spent, or a crash (or your code's exception or exit) repeats",
     ExitCode.VERIFICATION: "a verification or a drill failed",
     ExitCode.PREEMPTED: "stopped by SIGTERM after saving; run again with --resume",
@@ -90,6 +90,18 @@ class DataError(PhalanxError):
 
 class CheckpointError(PhalanxError):
     exit_code = ExitCode.CHECKPOINT
+
+
+class StorageError(CheckpointError):
+    """A checkpoint cannot be written or read because the disk or the store refuses, and not because it is damaged."""
+
+    exit_code = ExitCode.RESOURCES
+
+
+class RunTakenError(CheckpointError):
+    """Another job has the run: this one must leave it alone."""
+
+    exit_code = ExitCode.RUN_LOCKED
 
 
 class EnvironmentProblem(PhalanxError):

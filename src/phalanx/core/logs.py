@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import mmap
 import os
@@ -38,20 +39,35 @@ class RedactedStream(io.TextIOWrapper):
         raw = open(fd, "wb", closefd=False)
         super().__init__(raw, encoding="utf-8", errors="backslashreplace")
         self._redactor = redactor
+        self._num_lost = 0
         self._begun = threading.local()  # each thread's line: no lock that a fork could inherit locked
+
+    @property
+    def num_lost(self) -> int:
+        """Writes that the disk refused: a log that cannot be written must not stop what it is the log of."""
+        return self._num_lost
 
     def write(self, text: str) -> int:
         *whole, self._begun.line = (getattr(self._begun, "line", "") + text).split("\n")
         if whole:
-            super().write(self._redactor.text("\n".join(whole)) + "\n")
-            super().flush()
+            self._put(self._redactor.text("\n".join(whole)) + "\n")
         return len(text)
 
     def flush(self) -> None:
         if line := getattr(self._begun, "line", ""):
             self._begun.line = ""
-            super().write(self._redactor.text(line))
-        super().flush()
+            self._put(self._redactor.text(line))
+        with contextlib.suppress(OSError):  # what somebody wrote into our buffer
+            super().flush()
+
+    def _put(self, text: str) -> None:
+        """Past the buffer of TextIOWrapper, which would keep what the disk refuses and raise it again and again."""
+        data = text.encode("utf-8", "backslashreplace")
+        try:
+            while data:
+                data = data[os.write(self.fileno(), data) :]
+        except OSError:
+            self._num_lost += 1
 
 
 def blank_out(path: Path, secrets: Iterable[str]) -> int:

@@ -46,16 +46,29 @@ class BlackBox:
     _HEAD = struct.Struct("<qd32s80s")
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "w+b") as file:
-            file.truncate(self._HEAD.size)
-            self._map = mmap.mmap(file.fileno(), self._HEAD.size)
+        self._map = _map_file(path, self._HEAD.size)
 
     def write(self, step: int, phase: str, collective: str = "") -> None:
         self._HEAD.pack_into(self._map, 0, step, time.monotonic(), phase.encode()[:32], collective.encode()[:80])
 
     def close(self) -> None:
         self._map.close()
+
+
+def _map_file(path: Path, num_bytes: int) -> mmap.mmap:
+    """Map `num_bytes` zeros of a new file; memory that nobody else sees where the disk refuses them.
+
+    The zeros are written: a page of a file that only was made longer has no room on a full disk, and the first write
+    to its mapping would kill the process (SIGBUS).
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "w+b") as file:
+            file.write(bytes(num_bytes))
+            file.flush()
+            return mmap.mmap(file.fileno(), num_bytes)
+    except OSError:
+        return mmap.mmap(-1, num_bytes)
 
 
 class Place(NamedTuple):

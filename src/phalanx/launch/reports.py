@@ -13,7 +13,7 @@ from types import TracebackType
 
 from phalanx.core import registry
 from phalanx.core.errors import PhalanxError
-from phalanx.core.files import write_json_atomic
+from phalanx.core.files import disk_problem, write_json_atomic
 from phalanx.core.secrets import Redactor
 
 # How torch words it when the fault lies with another rank. Only torch's own RuntimeErrors are looked at: the same
@@ -51,10 +51,11 @@ class ErrorReport:
 
 def describe(error: BaseException) -> ErrorReport:
     """The report of `error`: no frames that only led into the user's code, no secrets of the environment."""
-    ours = isinstance(error, PhalanxError)
     redactor = Redactor(os.environ)
-    message = redactor.text(_words_of(error))
     lines = traceback.format_exception(type(error), error, _inner(error))
+    error = disk_problem(error, "training") or error  # starting again would find the same disk
+    ours = isinstance(error, PhalanxError)
+    message = redactor.text(_words_of(error))
     name = type(error).__qualname__
     if isinstance(error, SystemExit):
         lines[-1] = f"{name}: {message}\n"

@@ -1,6 +1,6 @@
 """The bus: the step loop emits facts here and never waits for whoever reads them.
 
-The process's own JSONL file is written at once (a buffered write and a flush, tens of microseconds). Every sink lives
+The process's own JSONL file is written at once (one write, tens of microseconds). Every sink lives
 behind an outlet: a queue and a thread of its own, in which it is also opened and closed. Whatever a sink does, no step
 waits for it, and the end of the run does for `CLOSE_S`, or longer for one at work. Secrets of the environment are
 taken out of every event before anybody sees it.
@@ -11,13 +11,14 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
 from phalanx.core.secrets import Redactor
-from phalanx.observe.events import Envelope, Event, SinkDropped, seal
+from phalanx.observe.event_file import EventFile
+from phalanx.observe.events import Envelope, Event, Note, SinkDropped, seal
 from phalanx.observe.outlet import OpenSink, Outlet, Sink
 
 __all__ = ["CLOSE_S", "Bus", "OpenSink", "Sink", "event_path"]
@@ -39,7 +40,8 @@ def event_path(run_dir: Path, rank: int, attempt: int) -> Path:
 class Bus:
     """Carries the events of one process. `run_dir=None` keeps no file (library use).
 
-    `sinks` are names and what opens them; they are opened in the background, at once.
+    `sinks` are names and what opens them; they are opened in the background, at once. `on_unwritten` takes what the
+    file refuses, at once: a full disk must not hide what happens. Raises ResourceError if the file cannot be opened.
     """
 
     def __init__(
@@ -50,20 +52,29 @@ class Bus:
         run_dir: Path | None = None,
         sinks: Sequence[tuple[str, OpenSink]] = (),
         queue_size: int = QUEUE_SIZE,
+        on_unwritten: Callable[[Envelope], None] = lambda envelope: None,
     ) -> None:
         self.rank, self.attempt = rank, attempt
-        self.num_unwritten = 0  # events that the file did not take
+        self._on_unwritten = on_unwritten
+        self._num_not_json = self._num_told = 0
+        self._is_refused = False
         self._redactor = Redactor(os.environ)
         self._text_fields: dict[type[Event], tuple[str, ...]] = {}
-        self._file = None
         self._lock = threading.Lock()
-        if run_dir is not None:
-            path = event_path(run_dir, rank, attempt)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(path, "a", encoding="utf-8")
+        self._file = EventFile(event_path(run_dir, rank, attempt)) if run_dir is not None else None
         self._outlets: list[Outlet] = []
         for name, open_sink in sinks:
             self._outlets.append(Outlet(name, open_sink, queue_size=queue_size, tell=partial(self._tell, name)))
+
+    @property
+    def num_unwritten(self) -> int:
+        """Events that the file has not taken, so far."""
+        return self._num_not_json + (self._file.num_unwritten if self._file is not None else 0)
+
+    @property
+    def refusal(self) -> OSError | None:
+        """Why the file did not take the last event; None if it did."""
+        return self._file.refusal if self._file is not None else None
 
     @property
     def num_lost(self) -> int:
@@ -77,8 +88,17 @@ class Bus:
     def _tell(self, about: str, event: Event) -> None:
         """To the file and to every sink, except the one it is about."""
         event = self._without_secrets(event)
-        envelope = seal(event, rank=self.rank, attempt=self.attempt)
-        self._write_file(envelope)
+        with self._lock:  # lines are in the file in the order of their numbers
+            envelope = seal(event, rank=self.rank, attempt=self.attempt, seq=self._num_told)
+            self._num_told += 1
+            is_written = self._write_file(envelope)
+            is_news, self._is_refused = not is_written and not self._is_refused, not is_written
+            refusal = self.refusal
+        if is_news and refusal is not None:
+            why = f"events cannot be written ({refusal.strerror}): they are kept, shown, and written once they can be"
+            self._tell("", Note("events_unwritten", {"why": why}))
+        if not is_written:
+            self._on_unwritten(envelope)
         for outlet in self._outlets:
             if outlet.name != about:
                 outlet.put(envelope)
@@ -94,11 +114,12 @@ class Bus:
         for outlet in self._outlets:
             outlet.join(until, max(0.0, more_s - max(0.0, time.monotonic() - until)))
         if self.num_unwritten:
-            self.emit(SinkDropped("events", self.num_unwritten, "the event file did not take them"))
+            why = f" ({self.refusal.strerror})" if self.refusal is not None else ""
+            self.emit(SinkDropped("events", self.num_unwritten, f"the event file did not take them{why}"))
         with self._lock:
             if self._file is not None:
                 self._file.close()
-                self._file = None
+                self._num_not_json, self._file = self.num_unwritten, None
 
     def _without_secrets(self, event: Event) -> Event:
         """The event itself where it has only numbers: what a step emits."""
@@ -111,12 +132,13 @@ class Bus:
             return event
         return replace(event, **{name: self._redactor.value(getattr(event, name)) for name in names})
 
-    def _write_file(self, envelope: Envelope) -> None:
-        with self._lock:
-            if self._file is None:
-                return
-            try:
-                self._file.write(envelope.to_line() + "\n")
-                self._file.flush()
-            except (OSError, ValueError, TypeError):  # a full disk, or a note that is not JSON, must not stop training
-                self.num_unwritten += 1
+    def _write_file(self, envelope: Envelope) -> bool:
+        """False if the file has refused the line, and keeps it."""
+        if self._file is None:
+            return True
+        try:
+            line = envelope.to_line()
+        except (ValueError, TypeError):  # a note that is not JSON must not stop training
+            self._num_not_json += 1
+            return True
+        return self._file.append(line)

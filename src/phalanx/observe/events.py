@@ -1,7 +1,9 @@
 """Events: facts with units in their names, and no text for people. Sinks do the formatting.
 
 An event is one line of JSON in `RUN/events/`: its own fields plus the envelope `event` (the class in snake_case),
-`schema`, `time_unix_s`, `rank` and `attempt` (-1 for the supervisor's rank).
+`schema`, `time_unix_s`, `rank` and `attempt` (-1 for the supervisor's rank), `seq` and `monotonic_s`. Wall clocks are
+stepped: `time_unix_s` is for people to read. What came first follows from `seq`, which counts the events of a process,
+and from `monotonic_s`, which processes of one machine share.
 """
 
 from __future__ import annotations
@@ -376,12 +378,14 @@ class Note(Event):
 
 @dataclass(frozen=True)
 class Envelope:
-    """An event with who said it and when."""
+    """An event with who said it and when. `seq` and `monotonic_s` are -1 and NaN in files of earlier releases."""
 
     event: Event
     rank: int
     attempt: int
     time_unix_s: float
+    seq: int = -1
+    monotonic_s: float = math.nan
 
     schema: ClassVar[int] = SCHEMA
 
@@ -394,6 +398,8 @@ class Envelope:
             "rank": self.rank,
             "attempt": self.attempt,
         }
+        if self.seq >= 0:
+            head |= {"seq": self.seq, "monotonic_s": round(self.monotonic_s, 4)}
         body = head | vars(self.event)
         try:
             return json.dumps(body, separators=(",", ":"), allow_nan=False)
@@ -401,8 +407,9 @@ class Envelope:
             return json.dumps(_finite(body), separators=(",", ":"), allow_nan=False)
 
 
-def seal(event: Event, *, rank: int, attempt: int) -> Envelope:
-    return Envelope(event, rank, attempt, time.time())
+def seal(event: Event, *, rank: int, attempt: int, seq: int = -1) -> Envelope:
+    """Put an event into the envelope of this moment; `seq` numbers those of a process."""
+    return Envelope(event, rank, attempt, time.time(), seq, time.monotonic())
 
 
 def _finite(value: Any) -> Any:
@@ -425,6 +432,7 @@ def parse_line(line: str) -> Envelope | None:
         cls = EVENTS[body["event"]]
         fields = {name: body[name] for name in cls.__dataclass_fields__ if name in body}
         fields = {name: math.nan if value is None else value for name, value in fields.items()}
-        return Envelope(cls(**fields), body["rank"], body["attempt"], body["time_unix_s"])
+        when = body["time_unix_s"], body.get("seq", -1), body.get("monotonic_s", math.nan)
+        return Envelope(cls(**fields), body["rank"], body["attempt"], *when)
     except (ValueError, KeyError, TypeError):
         return None

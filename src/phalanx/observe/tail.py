@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.observe.events import Envelope, Event, parse_line
+from phalanx.observe.order import in_order
 
 RANK_FILE = re.compile(r"rank-(\d{1,9})-attempt-(\d{1,9})\.jsonl")
 SUPERVISOR_FILE = "supervisor.jsonl"
@@ -35,6 +36,10 @@ def _is_sound(envelope: Envelope) -> bool:
     if type(envelope.rank) is not int or type(envelope.attempt) is not int:
         return False
     if type(envelope.time_unix_s) not in (int, float) or not 0 <= envelope.time_unix_s < 1e11:
+        return False
+    if type(envelope.seq) is not int or not -1 <= envelope.seq < 2**63:
+        return False
+    if type(envelope.monotonic_s) not in (int, float) or not (envelope.monotonic_s >= 0 or envelope.seq < 0):
         return False
     event = envelope.event
     for name, field in event.__dataclass_fields__.items():
@@ -82,13 +87,11 @@ def recorded(run_dir: Path, kind: type[Event], *, rank: int = 0) -> Iterator[Env
     """
     mark = f'"event":"{kind.kind()}"'.encode()
     try:
-        names = sorted(entry.name for entry in (run_dir / "events").iterdir())
+        matches = [RANK_FILE.fullmatch(entry.name) for entry in (run_dir / "events").iterdir()]
     except OSError:
         return
-    for name in names:
-        match = RANK_FILE.fullmatch(name)
-        if match is None or int(match[1]) != rank:
-            continue
+    of_rank = [match for match in matches if match is not None and int(match[1]) == rank]
+    for name in (match[0] for match in sorted(of_rank, key=lambda match: int(match[2]))):
         try:
             with open(run_dir / "events" / name, "rb") as file:
                 found = [read_event(line) for line in file if mark in line]
@@ -110,6 +113,11 @@ class EventTail:
         self._attempt_from = attempt_from
         self._all_ranks = all_ranks
         self._offsets: dict[str, int] = {}
+        self._seen: set[tuple[int, int, int]] = set()
+
+    def skip(self, envelope: Envelope) -> None:
+        """Leave out an event that came another way, should it still be written."""
+        self._seen.add((envelope.rank, envelope.attempt, envelope.seq))
 
     def poll(self) -> list[Envelope]:
         """What was written since the last call, oldest first; a torn last line waits for its end."""
@@ -117,8 +125,9 @@ class EventTail:
         for name, size in self._files():
             if size > self._offsets.get(name, 0):
                 found += self._read_new(name)
-        found.sort(key=lambda envelope: envelope.time_unix_s)
-        return found
+        if self._seen:
+            found = [e for e in found if (e.rank, e.attempt, e.seq) not in self._seen]
+        return in_order(found)
 
     def _files(self) -> list[tuple[str, int]]:
         """Names and sizes of the files to follow; none before the run has made its directory."""

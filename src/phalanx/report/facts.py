@@ -14,6 +14,7 @@ from phalanx.observe import events
 from phalanx.observe.events import Envelope
 from phalanx.observe.units import Units
 from phalanx.report.experts import ExpertFacts
+from phalanx.report.timeline import Timeline
 
 # What the page charges seconds to: the phases of `phalanx.core.phases`, the rare ones taken together.
 GROUPS = (
@@ -152,7 +153,10 @@ class RunFacts:
     ledger: Ledger
     wall_s: float
     tokens_per_s: float
+    timeline: Timeline
+    """When in the life of the run something was said."""
     started_unix_s: float
+    """What the wall clock showed then, to be read by people; as `last_unix_s`."""
     last_unix_s: float
     num_events: int
     num_unreadable: int

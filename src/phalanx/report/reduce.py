@@ -11,17 +11,18 @@ import math
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 from phalanx.checkpoint.best import read_best
 from phalanx.observe import events
 from phalanx.observe.events import Envelope, StepFinished
+from phalanx.observe.order import in_order
 from phalanx.observe.tail import RANK_FILE, SUPERVISOR_FILE, read_event
 from phalanx.observe.units import units_of
 from phalanx.report.experts import ExpertLog
 from phalanx.report.facts import GROUPS, Attempt, Ledger, RankTime, RunFacts, Steps, group_of, untrained
+from phalanx.report.timeline import Timeline, TimelineBuilder
 
 NAN = math.nan
 SUPERVISOR = -1
@@ -40,7 +41,8 @@ def reduce_run(run_dir: Path) -> RunFacts:
     start = starts[-1] if starts else None
     steps, history = _kept_steps(log)
     status, finished = _status(story)
-    ledger = _ledger(log, story, steps, history)
+    timeline = log.times.build()
+    ledger = _ledger(timeline, story, steps, history)
     skipped = _skipped(log, steps, history)
     name = start.run if start else _text(_at(job, "run", "name")) or run_dir.resolve().name
     layout = start.layout if start else _layout(plan)
@@ -76,6 +78,7 @@ def reduce_run(run_dir: Path) -> RunFacts:
         ledger=ledger,
         wall_s=_wall_s(story, ledger),
         tokens_per_s=median(steps.tokens_per_s),
+        timeline=timeline,
         started_unix_s=log.first_unix_s,
         last_unix_s=log.last_unix_s,
         num_events=log.num_events,
@@ -112,14 +115,15 @@ class _Log:
     rest: list[Envelope] = field(default_factory=list)
     num_events: int = 0
     num_unreadable: int = 0
-    first_unix_s: float = NAN
-    last_unix_s: float = NAN
+    times: TimelineBuilder = field(default_factory=TimelineBuilder)
+    by_stream: dict[tuple[int, int], list[Envelope]] = field(default_factory=dict)  # first and last of each
 
     def take(self, envelope: Envelope) -> None:
-        event, seen_s = envelope.event, envelope.time_unix_s
+        event = envelope.event
         self.num_events += 1
-        self.first_unix_s = seen_s if math.isnan(self.first_unix_s) else min(self.first_unix_s, seen_s)
-        self.last_unix_s = seen_s if math.isnan(self.last_unix_s) else max(self.last_unix_s, seen_s)
+        if envelope.rank in (SUPERVISOR, self.lead_rank):
+            self.times.take(envelope)
+        self.by_stream.setdefault((envelope.attempt, envelope.rank), [envelope])[1:] = [envelope]
         if isinstance(event, StepFinished):
             groups_s = _grouped(event)
             self._clock(envelope.rank, event, groups_s)
@@ -131,6 +135,17 @@ class _Log:
             self.experts.take(envelope)
         elif not isinstance(event, events.SamplesRead):  # one per step and rank: the ledger's, not the page's
             self.rest.append(envelope)
+
+    @property
+    def first_unix_s(self) -> float:
+        """What the wall clock showed when the first event was written; NaN without any."""
+        ends = in_order(envelope for stream in self.by_stream.values() for envelope in stream)
+        return ends[0].time_unix_s if ends else NAN
+
+    @property
+    def last_unix_s(self) -> float:
+        ends = in_order(envelope for stream in self.by_stream.values() for envelope in stream)
+        return ends[-1].time_unix_s if ends else NAN
 
     def _clock(self, rank: int, event: StepFinished, groups_s: dict[str, float]) -> None:
         clock = self.clocks.setdefault(rank, _Clock())
@@ -318,10 +333,10 @@ def median(values: list[float]) -> float:
     return percentile(sorted(value for value in values if math.isfinite(value)), 0.5)
 
 
-def _ledger(log: _Log, story: list[Envelope], steps: Steps, history: _History) -> Ledger:
+def _ledger(timeline: Timeline, story: list[Envelope], steps: Steps, history: _History) -> Ledger:
     """Charge the wall clock: steps that stand, what they waited for, steps that were undone, starting, the rest."""
     starts = _of_kind(story, events.RunStarted)
-    wall_s = _seconds_alive(log, story)
+    wall_s = timeline.alive_s
     data_s, checkpoint_s, in_steps_s, stages_s = (
         sum(max(seconds, 0.0) for seconds in steps.groups_s[name])
         for name in ("data", "checkpoint", "evaluate", "pipeline")
@@ -344,22 +359,6 @@ def _ledger(log: _Log, story: list[Envelope], steps: Steps, history: _History) -
     return Ledger(wall_s, parts)
 
 
-def _seconds_alive(log: _Log, story: list[Envelope]) -> float:
-    """From the first sign of life to the last, without the pauses between the end of a run and its resumption."""
-    if math.isnan(log.first_unix_s):
-        return 0.0
-    begin = log.first_unix_s
-    for envelope in story:
-        if isinstance(envelope.event, events.RunStarted):
-            begin = min(begin, envelope.time_unix_s - _finite(envelope.event.startup_s))
-            break
-    pause_s = 0.0
-    for now, then in pairwise(story):
-        if isinstance(now.event, events.RunFinished):
-            pause_s += then.time_unix_s - now.time_unix_s
-    return max(log.last_unix_s - begin - pause_s, 0.0)
-
-
 def _wall_s(story: list[Envelope], ledger: Ledger) -> float:
     """What the run itself said, if it ended once; else what its events span."""
     ends = _of_kind(story, events.RunFinished)
@@ -372,9 +371,9 @@ def _wall_s(story: list[Envelope], ledger: Ledger) -> float:
 
 
 def _story(log: _Log) -> list[Envelope]:
-    """Everything but steps, in order of time, once: what all ranks say alike is taken from the lead rank."""
+    """Everything but steps, in order, once: what all ranks say alike is taken from the lead rank."""
     told: list[Envelope] = []
-    for envelope in sorted(log.rest, key=lambda envelope: envelope.time_unix_s):
+    for envelope in in_order(log.rest):
         is_own = isinstance(
             envelope.event,
             events.CheckpointFailed

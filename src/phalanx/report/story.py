@@ -56,12 +56,13 @@ def _few(told: list[Envelope]) -> tuple[list[Envelope], int]:
     rare = rare if len(rare) <= MAX_ROWS // 2 else rare[: MAX_ROWS // 4] + rare[-MAX_ROWS // 4 :]
     room = (MAX_ROWS - len(rare)) // 2
     kept = rare + (common if len(common) <= 2 * room else common[:room] + common[-room:])
-    return sorted(kept, key=lambda envelope: envelope.time_unix_s), len(told) - len(kept)
+    wanted = set(map(id, kept))
+    return [envelope for envelope in told if id(envelope) in wanted], len(told) - len(kept)
 
 
 def _row(envelope: Envelope, facts: RunFacts) -> list[Html | str]:
     who = "supervisor" if envelope.rank < 0 else f"rank {envelope.rank}"
-    after_s = envelope.time_unix_s - facts.started_unix_s
+    after_s = facts.timeline.after_s(envelope)
     after = words.seconds(after_s) if after_s >= 1e-3 else "0 s"
     what = describe(envelope, facts.units) or _plain(envelope)
     line = tag("span", what, class_="over") if isinstance(envelope.event, _BAD) else tag("span", what)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from phalanx.checkpoint.chunks import StoredFile
 from phalanx.core.disk import DiskFile
-from phalanx.core.errors import CheckpointError, EnvironmentProblem
+from phalanx.core.errors import CheckpointError, EnvironmentProblem, StorageError
 from phalanx.core.secrets import Redactor
 from phalanx.core.store_urls import refusal
 
@@ -41,7 +41,7 @@ class Patience:
 class Remote:
     """A folder somewhere. Keys are paths below it.
 
-    Every method raises CheckpointError, or FileNotFoundError for what is not there.
+    Every method raises StorageError, or FileNotFoundError for what is not there.
     """
 
     fs: Any
@@ -151,7 +151,7 @@ class Remote:
                 lasting = _is_lasting(error)
                 if lasting or attempt == self.patience.attempts:
                     tried = "" if lasting else f", tried {attempt} times"
-                    raise CheckpointError(
+                    raise StorageError(
                         f"failed while {doing} it{tried}",
                         where=self.url(key),
                         why=why,

@@ -19,7 +19,8 @@ from phalanx.checkpoint.folder import Folder, LocalFolder
 from phalanx.checkpoint.manifest import MANIFEST, list_folders
 from phalanx.checkpoint.stores.protocol import Draft
 from phalanx.core.disk import Disk, DiskFile, make_directories, remove_tree
-from phalanx.core.errors import CheckpointError
+from phalanx.core.errors import StorageError
+from phalanx.core.files import fix_of
 
 PARTIAL, REPLACED, REMOVED = ".partial", ".replaced", ".removed"
 _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES, errno.ENOENT)
@@ -100,8 +101,9 @@ class LocalStore:
             self._disk.create(probe).close()
             self._disk.remove(probe)
         except OSError as error:
-            fix = "choose another checkpoint.url"
-            raise CheckpointError("it cannot be written", where=self.url, why=error.strerror, fix=fix) from None
+            fix = fix_of(error, self.url, place="checkpoint.url") or "choose another checkpoint.url"
+            why = error.strerror or str(error)
+            raise StorageError("it cannot be written", where=self.url, why=why, fix=fix) from None
 
     def begin(self, step: int) -> LocalDraft:
         make_directories(self._disk, self.root)

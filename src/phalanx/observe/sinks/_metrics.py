@@ -104,7 +104,8 @@ def _earlier(run_dir: Path | None, attempt: int) -> Iterator[Event]:
     if run_dir is None or attempt <= 0:
         return
     found = [envelope for kind in _REMEMBERED for envelope in recorded(run_dir, kind)]
-    for envelope in sorted(found, key=lambda envelope: (envelope.attempt, envelope.time_unix_s)):
+    # Those of one attempt come from one process, which numbered them.
+    for envelope in sorted(found, key=lambda envelope: (envelope.attempt, envelope.seq)):
         if envelope.attempt < attempt:
             yield envelope.event
 

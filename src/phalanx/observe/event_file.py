@@ -1,0 +1,74 @@
+"""The event file of one process: whole lines, also on a disk that is full for a while.
+
+A line that the disk refuses is kept and written before the next one that it takes, so that a reader sees all of them
+in order. What is kept is bounded; what goes beyond is counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from pathlib import Path
+
+from phalanx.core.files import resource_error
+
+MAX_KEPT_LINES = 2000
+
+
+class EventFile:
+    """Appends lines to `path`. Whoever calls holds a lock: nothing here is for two threads."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ResourceError if the file cannot be opened: a run must be recorded."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise resource_error(error, "opening the run's events", path) from None
+        self.path = path
+        self.refusal: OSError | None = None
+        """What the disk said last; None once it has taken everything."""
+        self._kept: deque[bytes] = deque()
+        self._num_dropped = 0
+        self._is_torn = False
+
+    @property
+    def num_unwritten(self) -> int:
+        """Lines that are not in the file."""
+        return self._num_dropped + len(self._kept)
+
+    def append(self, line: str) -> bool:
+        """True if the line, and all before it, are in the file; it is kept for later otherwise. Never raises."""
+        if len(self._kept) >= MAX_KEPT_LINES:
+            self._kept.popleft()
+            self._num_dropped += 1
+        self._kept.append(line.encode() + b"\n")
+        try:
+            while self._kept:
+                self._write(self._kept[0])
+                self._kept.popleft()
+        except OSError as error:
+            self.refusal = error
+            return False
+        self.refusal = None
+        return True
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self._fd)
+
+    def _write(self, line: bytes) -> None:
+        """One write, as a whole or not at all: a part of a line that found room is taken back."""
+        data = b"\n" + line if self._is_torn else line
+        num_written = os.write(self._fd, data)
+        if num_written == len(data):
+            self._is_torn = False
+            return
+        end = os.lseek(self._fd, 0, os.SEEK_CUR)
+        try:
+            os.ftruncate(self._fd, end - num_written)
+        except OSError:
+            self._is_torn = True
+        os.write(self._fd, data)  # says why the rest found no room
+        self._is_torn = False

@@ -1,0 +1,109 @@
+"""How long a run has lived, and when in its life something was said: by a clock that nobody sets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from phalanx.observe.events import Envelope, RestartScheduled, RunFinished, RunStarted
+from phalanx.observe.order import AttemptCounter
+
+
+@dataclass
+class _Span:
+    """What is known of the time of one attempt. Seconds of a steady clock, or of the wall where there is no other."""
+
+    first_s: float = math.nan
+    last_s: float = math.nan
+    is_steady: bool = True
+
+    def take(self, envelope: Envelope) -> None:
+        at = envelope.monotonic_s
+        if not math.isfinite(at):
+            if self.is_steady and not math.isnan(self.first_s):
+                return  # one line of an earlier release between others
+            self.is_steady, at = False, envelope.time_unix_s
+        elif not self.is_steady:
+            return
+        startup_s = envelope.event.startup_s if isinstance(envelope.event, RunStarted) else 0.0
+        begin = at - (startup_s if math.isfinite(startup_s) else 0.0)
+        self.first_s = begin if math.isnan(self.first_s) else min(self.first_s, begin)
+        self.last_s = at if math.isnan(self.last_s) else max(self.last_s, at)
+
+
+@dataclass
+class _Command:
+    """One `phalanx train`: its attempts follow each other without a pause. `before_s`: the life of those before."""
+
+    spans: dict[int, _Span]
+    before_s: float
+    said_wall_s: float = math.nan
+
+    @property
+    def first_s(self) -> float:
+        return next(iter(self.spans.values())).first_s
+
+    @property
+    def alive_s(self) -> float:
+        """Without a steady clock, what the command itself said of its duration, which it measured with one."""
+        first, last = next(iter(self.spans.values())), list(self.spans.values())[-1]
+        if not (first.is_steady and last.is_steady) and math.isfinite(self.said_wall_s):
+            return self.said_wall_s
+        return max(last.last_s - first.first_s, 0.0)
+
+
+@dataclass
+class Timeline:
+    """The life of a run: that of its commands, without the pauses between them."""
+
+    alive_s: float = 0.0
+    _by_attempt: dict[int, _Command] = field(default_factory=dict)
+
+    def after_s(self, envelope: Envelope) -> float:
+        """Seconds of the run's life before something was said."""
+        command = self._by_attempt.get(envelope.attempt)
+        if command is None:
+            return 0.0
+        is_steady = command.spans[envelope.attempt].is_steady and math.isfinite(envelope.monotonic_s)
+        at = envelope.monotonic_s if is_steady else envelope.time_unix_s
+        inside_s = min(max(at - command.first_s, 0.0), command.alive_s) if math.isfinite(at) else 0.0
+        return command.before_s + inside_s
+
+
+class TimelineBuilder:
+    """Hears the events of the supervisor and of the lead rank, each file in its order."""
+
+    def __init__(self) -> None:
+        self._spans: dict[int, _Span] = {}
+        self._restarted: set[int] = set()
+        self._said_wall_s: dict[int, float] = {}
+        self._attempts = AttemptCounter()
+
+    def take(self, envelope: Envelope) -> None:
+        """Steps, too: the last of them may be the last sign of life."""
+        attempt = self._attempts.of(envelope)
+        self._spans.setdefault(attempt, _Span()).take(envelope)
+        if isinstance(envelope.event, RestartScheduled):
+            self._restarted.add(attempt)
+        elif isinstance(envelope.event, RunFinished):
+            self._said_wall_s[attempt] = envelope.event.wall_s
+
+    def build(self) -> Timeline:
+        timeline = Timeline()
+        for attempts in self._commands():
+            spans = {attempt: self._spans[attempt] for attempt in attempts}
+            command = _Command(spans, timeline.alive_s, self._said_wall_s.get(attempts[-1], math.nan))
+            timeline.alive_s += command.alive_s
+            timeline._by_attempt |= dict.fromkeys(attempts, command)
+        return timeline
+
+    def _commands(self) -> Sequence[list[int]]:
+        """Attempts that one supervisor started, one after the other."""
+        commands: list[list[int]] = []
+        for attempt in sorted(self._spans):
+            if commands and commands[-1][-1] in self._restarted:
+                commands[-1].append(attempt)
+            else:
+                commands.append([attempt])
+        return commands
