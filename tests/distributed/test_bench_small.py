@@ -40,8 +40,8 @@ def test_every_contender_leaves_a_whole_row_and_learns(
         assert min(record["step_s"]) > 0
         assert record["tokens_per_s"] == pytest.approx(TINY.tokens_per_step / record["median_step_s"])
         assert 0 < record["first_step_s"] < record["wall_s"]
-        assert len(record["peak_rss_bytes"]) == 2
-        assert min(record["peak_rss_bytes"]) > 50 * MIB
+        assert len(record["peak_bytes"]) == 2
+        assert min(record["peak_bytes"]) > 50 * MIB
         losses = record["losses"]
         assert len(losses) == WARMUP + STEPS
         assert losses[0] == pytest.approx(math.log(TINY.vocab_size), abs=0.2)

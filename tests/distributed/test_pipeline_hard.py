@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,12 +21,15 @@ from models import SEQ_LEN, VOCAB, fill
 from models import shape as small_shape
 from phalanx.core.errors import LayoutError
 from phalanx.job.schema import Optim
+from phalanx.mesh.casts import shared_casts, unshared_casts
 from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import token_cross_entropy
 from phalanx.optim.build import build_optimizer
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize
+from phalanx.parallel.pp_weights import linear as split_linear
+from phalanx.parallel.saved import is_weight
 from phalanx.verify.masks import Definition
 from pipelines import (
     BATCH,
@@ -411,6 +415,64 @@ def test_low_precision_is_as_good_as_without_a_pipeline(precision: str, kinds: t
                 found = max(errors.get(what, 0.0) for errors in mine)
                 assert found <= 2 * usual + 1e-4, (name, what, found, usual)
             assert any(errors["loss 1"] > 1e-7 for errors in mine), "it was not fp32"
+
+
+EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_dim": 24}
+
+
+def casts_that_autograd_keeps(rank: int, schedule: str, changes: dict[str, Any]) -> tuple[int, int]:
+    """(bytes of the casts of weights that all microbatches of a step saved, number of this rank's weights)."""
+    a_plan = pipeline_plan(2, pp=2, schedule=schedule, precision="bf16")
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if is_weight(tensor) and tensor.dtype is torch.bfloat16:
+            kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    with open_mesh(a_plan.layout, device="cpu") as mesh:
+        module = filled(lambda: Decoder(replace(small_shape(num_layers=LAYERS), **changes)), torch.float32)
+        model = parallelize(module, a_plan, mesh)
+        (batch,) = token_batches(steps=1)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model.forward_backward(own_microbatches(batch, a_plan, 0), OBJECTIVE)
+        return sum(storage.nbytes() for storage in kept.values()), sum(p.numel() for p in model.module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "changes"), [("gpipe", {}), ("1f1b", EXPERTS), ("interleaved", {}), ("zb-v", EXPERTS)]
+)
+def test_microbatches_in_flight_share_one_copy_of_cast_weights(schedule: str, changes: dict[str, Any]) -> None:
+    """As the plan counts: two bytes for each weight that a rank holds, however many microbatches wait."""
+    for num_bytes, num_params in run_ranks(2, casts_that_autograd_keeps, schedule, changes):
+        assert num_bytes <= 2.1 * num_params  # norms cast their few weights themselves
+        assert num_bytes > num_params or schedule == "zb-v", "nothing was cast, and so nothing was tested"
+
+
+def mixed_uses(rank: int) -> dict[str, torch.Tensor]:
+    """Gradients where a weight is used with and without gradients, by torch and by layers whose gradient can wait."""
+    torch.manual_seed(0)
+    found = {}
+    for shares in (False, True):
+        lin = nn.Linear(8, 8)
+        nn.init.constant_(lin.weight, 0.3)
+        x = torch.linspace(-1, 1, 16).reshape(2, 8).requires_grad_()
+        with shared_casts() if shares else nullcontext():
+            for _ in range(3):
+                with torch.autocast("cpu", torch.bfloat16):
+                    with torch.no_grad(), unshared_casts():
+                        lin(x)
+                    y = split_linear(x, lin.weight, lin.bias) + torch.nn.functional.linear(x, lin.weight)
+                y.float().sum().backward()
+        assert lin.weight.grad is not None
+        found[str(shares)] = lin.weight.grad
+    return found
+
+
+def test_shared_casts_lose_no_gradient() -> None:
+    (found,) = run_ranks(1, mixed_uses)
+    assert torch.equal(found["True"], found["False"])
+    assert float(found["True"].abs().sum()) > 0
 
 
 def overflow(rank: int) -> list[Any]:

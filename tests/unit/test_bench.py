@@ -12,7 +12,7 @@ from phalanx.bench.__main__ import QUICK_STEPS, main, parse, run
 from phalanx.bench.cases import BARE, CASES, CEILING, NO_SINKS, PHALANX, WHOLE_LOGITS, WHOLE_LOGITS_CASE, plan_rows
 from phalanx.bench.contenders import BARE_LOOP, RankTimes, command_of, find_rank_pids, read_times
 from phalanx.bench.machine import default_label, machine_facts
-from phalanx.bench.measure import RowError, _environment, peak_rss_bytes, summarise
+from phalanx.bench.measure import RowError, _environment, summarise
 from phalanx.bench.tables import (
     Ratio,
     as_markdown,
@@ -32,7 +32,7 @@ from phalanx.job.load import load_job
 def record(contender: str, repeat: int, tokens_per_s: float, **more: Any) -> dict[str, Any]:
     measured = {"tokens_per_s": tokens_per_s, "median_step_s": 1000 / tokens_per_s, "first_step_s": 5.0}
     head = {"case": {"name": "tiny"}, "contender": contender, "repeat": repeat, "machine": machine_facts()}
-    return head | measured | {"peak_rss_bytes": [300 * MIB, 200 * MIB]} | more
+    return head | measured | {"peak_bytes": [300 * MIB, 200 * MIB]} | more
 
 
 RECORDS = [
@@ -50,7 +50,7 @@ def test_the_bare_loop_stays_what_one_writes_by_hand():
 
 
 def test_a_list_counts_by_its_largest_value():
-    assert value_of({"peak_rss_bytes": [1, 3, 2]}, "peak_rss_bytes") == 3.0
+    assert value_of({"peak_bytes": [1, 3, 2]}, "peak_bytes") == 3.0
 
 
 def test_medians_leave_failed_rows_out():
@@ -89,7 +89,7 @@ def test_optional_rows_are_told_in_words():
     records = [
         *RECORDS,
         record(NO_SINKS, 0, 101.0),
-        record(WHOLE_LOGITS, 0, 50.0, peak_rss_bytes=[600 * MIB]),
+        record(WHOLE_LOGITS, 0, 50.0, peak_bytes=[600 * MIB]),
     ]
     said = "\n".join(extra_lines(records))
     assert "tokens/s over the bare loop: 1.118 (geometric mean of 1, least 1.118)" in said
@@ -201,11 +201,6 @@ def test_a_row_that_left_nothing_is_said_to_have_left_nothing(tmp_path):
     assert find_rank_pids(BARE, os.getpid(), tmp_path) == []
     with pytest.raises(OSError, match="rank-0"):
         read_times(BARE, tmp_path)
-
-
-def test_peak_memory_is_read_from_outside():
-    assert peak_rss_bytes(os.getpid()) > 10 * MIB
-    assert peak_rss_bytes(2**22 + 1) == 0
 
 
 def test_every_contender_has_one_thread_and_no_launcher_around_it():

@@ -129,7 +129,7 @@ def _measured(row: Row, options: argparse.Namespace, scratch: Path) -> dict[str,
 def _said(record: dict[str, Any]) -> str:
     if "error" in record:
         return f"FAILED: {record['error']}"
-    peak = max(record["peak_rss_bytes"]) / MIB
+    peak = max(record["peak_bytes"]) / MIB
     return (
         f"{record['tokens_per_s']:>7,.0f} tok/s  {record['median_step_s']:.3f} s/step  "
         f"first step {record['first_step_s']:.1f} s  peak {peak:,.0f} MiB"

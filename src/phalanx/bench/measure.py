@@ -19,9 +19,10 @@ import psutil
 from phalanx.bench.cases import NUM_RANKS, Row
 from phalanx.bench.contenders import RankTimes, command_of, find_rank_pids, read_times
 from phalanx.core.launchers import PREFIXES, TORCH_VARIABLES
-from phalanx.core.units import KIB
+from phalanx.core.process_memory import ProcessMemory
 
 SAMPLE_S = 0.05
+SHARES_S = 2.0  # of the pages that ranks share
 ROW_TIMEOUT_S = 600.0
 STOP_S = 15.0
 NUM_DATA_TOKENS = 400_000
@@ -39,7 +40,7 @@ class Measurement:
     median_step_s: float
     tokens_per_s: float
     first_step_s: float
-    peak_rss_bytes: list[int]
+    peak_bytes: list[int]  # shared pages by their share: phalanx.core.process_memory
     losses: list[float]
     wall_s: float
 
@@ -90,7 +91,7 @@ def measure(row: Row, *, data: Path, out: Path, steps: int, warmup: int) -> Meas
 
 def summarise(
     ranks: list[RankTimes],
-    peak_rss_bytes: list[int],
+    peak_bytes: list[int],
     *,
     started_unix_s: float,
     ended_unix_s: float,
@@ -113,7 +114,7 @@ def summarise(
         median_step_s=median_step_s,
         tokens_per_s=tokens_per_step / median_step_s,
         first_step_s=float(ends[:, 0].max()) - started_unix_s,
-        peak_rss_bytes=peak_rss_bytes,
+        peak_bytes=peak_bytes,
         losses=np.mean([times.losses for times in ranks], axis=0).tolist(),
         wall_s=ended_unix_s - started_unix_s,
     )
@@ -132,26 +133,26 @@ def _environment(environ: Mapping[str, str]) -> dict[str, str]:
 def _watch(process: subprocess.Popen[bytes], contender: str, out: Path) -> list[int]:
     """Wait for the end of `process`; the last peak seen of each rank, bytes. Raises RowError on a timeout."""
     peaks: dict[int, int] = {}
-    pids: list[int] = []
-    until = time.monotonic() + ROW_TIMEOUT_S
+    elsewhere: dict[int, int] = {}
+    memories: list[ProcessMemory] = []
+    next_s = began = time.monotonic()
     while process.poll() is None:
-        if time.monotonic() > until:
+        now = time.monotonic()
+        if now > began + ROW_TIMEOUT_S:
             raise RowError(f"not done after {ROW_TIMEOUT_S:g} s: {_last_words(out)}")
-        pids = pids or find_rank_pids(contender, process.pid, out)
-        for pid in pids:
-            peaks[pid] = max(peaks.get(pid, 0), peak_rss_bytes(pid))
+        if not memories:
+            memories = [ProcessMemory(pid) for pid in find_rank_pids(contender, process.pid, out)]
+        for rank, memory in enumerate(memories):
+            if now >= next_s:  # seldom: it takes a while, of which the rank's own page faults would wait
+                elsewhere[rank] = memory.shared_elsewhere_bytes() or elsewhere.get(rank, 0)
+            if (found := memory.read()) is not None:
+                peaks[rank] = max(peaks.get(rank, 0), found.peak_bytes - elsewhere.get(rank, 0))
+        if memories and now >= next_s:
+            next_s = now + SHARES_S
         time.sleep(SAMPLE_S)
-    return [peaks[pid] for pid in pids if peaks.get(pid)]
-
-
-def peak_rss_bytes(pid: int) -> int:
-    """VmHWM: the most memory that was ever resident, pages shared with other processes included; 0 if it is gone."""
-    try:
-        with open(f"/proc/{pid}/status", "rb") as file:
-            line = next((line for line in file if line.startswith(b"VmHWM:")), b"VmHWM: 0 kB")
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return int(line.split()[1]) * KIB
+    for memory in memories:
+        memory.close()
+    return [peaks[rank] for rank in sorted(peaks)]
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -87,7 +87,7 @@ def table(records: Sequence[Record]) -> list[list[str]]:
         for contender in (PHALANX, BARE, CEILING):
             cells.append(_number(median_of(records, case, contender, "tokens_per_s"), ",.0f"))
         cells += [_ratio(records, case, other, "tokens_per_s") for other in (BARE, CEILING)]
-        for quantity, scale, form in (("first_step_s", 1.0, ".1f"), ("peak_rss_bytes", MIB, ",.0f")):
+        for quantity, scale, form in (("first_step_s", 1.0, ".1f"), ("peak_bytes", MIB, ",.0f")):
             for contender in (PHALANX, BARE):
                 value = median_of(records, case, contender, quantity)
                 cells.append(_number(None if value is None else value / scale, form))
@@ -111,7 +111,7 @@ def extra_lines(records: Sequence[Record]) -> list[str]:
         overhead = ratio_of(records, case, PHALANX, NO_SINKS, "median_step_s")
         if overhead is not None:
             lines.append(f"{case}: step time with default sinks over none: {overhead}")
-        for quantity, label in (("tokens_per_s", "tokens/s"), ("peak_rss_bytes", "peak memory")):
+        for quantity, label in (("tokens_per_s", "tokens/s"), ("peak_bytes", "peak memory")):
             whole = ratio_of(records, case, PHALANX, WHOLE_LOGITS, quantity)
             if whole is not None:
                 lines.append(f"{case}: {label} over the bare loop with whole logits: {whole}")

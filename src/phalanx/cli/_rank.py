@@ -165,6 +165,7 @@ def _train(run: RankRun, bus: Bus, phases: Phases, meter: MemoryMeter, stop: Sto
                 stop=stop,
                 run_dir=run_dir,
                 epoch=epoch,
+                memory=meter,
             )
             if mesh.rank == 0:
                 bus.emit(_run_started(job, plan, mesh, state, restored, run.started_unix_s))
@@ -177,9 +178,12 @@ def _train(run: RankRun, bus: Bus, phases: Phases, meter: MemoryMeter, stop: Sto
                     bus.emit(Note("compression_starts_anew", {"why": state.lost_reduction}))
             phases.leave("startup")
             ended = trainer.run()
+        meter.listen(state.step, "sample" if ended == "finished" else "stop")
+        all_go_on = ended != "finished" or _sample_text(job, plan, mesh, corpus, trainer)
         predicted = plan.predicted_of(mesh.rank)
         bus.emit(meter.measure(state.shards(), state.model, predicted, trainer.staging_bytes))
-        if ended != "finished" or _sample_text(job, plan, mesh, corpus, trainer):
+        meter.stop()
+        if all_go_on:
             mesh.barrier()
     return {"finished": ExitCode.OK, "sigterm": ExitCode.PREEMPTED, "sigint": ExitCode.INTERRUPTED}[ended]
 

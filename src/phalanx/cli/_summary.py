@@ -13,6 +13,7 @@ from phalanx.core.units import describe_error, format_bytes
 from phalanx.observe.events import (
     BaselineMeasured,
     CheckpointSaved,
+    Envelope,
     EvalFinished,
     Event,
     MemoryMeasured,
@@ -32,10 +33,10 @@ from phalanx.report.facts import sent_in_words, untrained
 def summary_lines(run_dir: Path) -> list[str]:
     """Held-out loss beside its baselines, memory predicted | measured, a sample, the last checkpoint and the best."""
     units = units_of(_facts_of(run_dir / "job.json"))
-    events = [envelope.event for envelope in EventTail(run_dir).poll()]
+    envelopes = EventTail(run_dir).poll()
+    events = [envelope.event for envelope in envelopes]
     evaluation = next((e for e in reversed(events) if isinstance(e, EvalFinished)), None)
     baselines = {e.name: e for e in events if isinstance(e, BaselineMeasured)}
-    memory = next((e for e in reversed(events) if isinstance(e, MemoryMeasured)), None)
     sample = next((e for e in reversed(events) if isinstance(e, TextGenerated)), None)
     saved = next((e for e in reversed(events) if isinstance(e, CheckpointSaved)), None)
     steps = {int(e.step) for e in events if isinstance(e, StepFinished)}
@@ -58,8 +59,7 @@ def summary_lines(run_dir: Path) -> list[str]:
             lines.append(f"        the best was {by}{evaluation.best:.3f}, at step {evaluation.best_step}")
     lines += _wire_lines(events)
     lines += _pipeline_lines(events, run_dir)
-    if memory is not None:
-        lines += _memory_lines(memory)
+    lines += _memory_lines(envelopes)
     if sample is not None:
         text = (sample.prompt + sample.text).expandtabs(4).strip("\n").split("\n")
         lines.append("sample  " + "\n        ".join(printable(line) for line in text))
@@ -120,7 +120,14 @@ def _pipeline_lines(events: list[Event], run_dir: Path) -> list[str]:
     ]
 
 
-def _memory_lines(memory: MemoryMeasured) -> list[str]:
+def _memory_lines(envelopes: list[Envelope]) -> list[str]:
+    """Of the rank that used most, of those that ended last."""
+    last = {e.rank: e for e in envelopes if isinstance(e.event, MemoryMeasured)}
+    attempt = max((envelope.attempt for envelope in last.values()), default=0)
+    ended = [(e.rank, e.event) for e in last.values() if e.attempt == attempt and isinstance(e.event, MemoryMeasured)]
+    rank, memory = max(ended, key=lambda each: each[1].measured_bytes.get("peak", 0), default=(0, None))
+    if memory is None:
+        return []
     predicted, measured = memory.predicted_bytes.get("peak", 0), memory.measured_bytes.get("peak", 0)
     if not predicted or not measured:
         return []
@@ -128,6 +135,10 @@ def _memory_lines(memory: MemoryMeasured) -> list[str]:
     if not memory.predicts_activations:
         error = "activations not predicted"
     return [
-        f"memory  peak of rank 0: {format_bytes(predicted)} predicted, {format_bytes(measured)} measured "
-        f"({error}), on top of {format_bytes(memory.runtime_bytes)} for interpreter and torch"
+        f"memory  peak of rank {rank}: {format_bytes(predicted)} predicted, {format_bytes(measured)} measured "
+        f"({error}){_moment(memory)}, on top of {format_bytes(memory.runtime_bytes)} for interpreter and torch"
     ]
+
+
+def _moment(memory: MemoryMeasured) -> str:
+    return f" in {memory.moment_in_words}" if memory.peak_phase else ""

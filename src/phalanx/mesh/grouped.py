@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from phalanx.mesh.casts import cast_weight
+
 ROUND_TO = 64  # rows
 
 
@@ -18,7 +20,7 @@ def grouped_linear(x_RI: torch.Tensor, weight_EOI: torch.Tensor, counts_E: torch
     """Rows of expert e times weight[e], in the autocast type if there is one. An expert without rows has gradient 0."""
     low = autocast_type(x_RI)
     with torch.autocast(x_RI.device.type, enabled=False):
-        out: torch.Tensor = _GroupedLinear.apply(x_RI.to(low), weight_EOI.to(low), counts_E)
+        out: torch.Tensor = _GroupedLinear.apply(x_RI.to(low), cast_weight(weight_EOI, low), counts_E)
     return out
 
 

@@ -106,7 +106,7 @@ class Pace:
     num_skipped: int = 0
     is_first_of_attempt: bool = False
     _recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=AVERAGED_STEPS))
-    _rss_bytes: dict[int, float] = field(default_factory=dict)
+    _memory_bytes: dict[int, float] = field(default_factory=dict)
     _experts: dict[int, events.ExpertsLoaded] = field(default_factory=dict)  # the last of each rank that tells
 
     def take(self, envelope: Envelope) -> bool:
@@ -122,7 +122,7 @@ class Pace:
             self._experts[envelope.rank] = event
         if not isinstance(event, StepFinished):
             return False
-        self._rss_bytes[envelope.rank] = event.rss_bytes
+        self._memory_bytes[envelope.rank] = event.peak_bytes or event.rss_bytes
         if envelope.rank != 0:
             return False
         self.is_first_of_attempt = self.last is None or envelope.attempt != self.attempt
@@ -155,9 +155,9 @@ class Pace:
         return self.step_s * max(self.total_steps - self.step, 0)
 
     @property
-    def rss_bytes(self) -> float:
+    def memory_bytes(self) -> float:
         """The largest rank's; of those whose events arrive here."""
-        return max(self._rss_bytes.values(), default=math.nan)
+        return max(self._memory_bytes.values(), default=math.nan)
 
     def facts(self) -> list[str]:
         """The step's numbers as words, most wanted first."""
@@ -224,7 +224,7 @@ class PlainConsole:
     def _step_line(self) -> str:
         pace = self._pace
         parts = [f"step {pace.step}/{pace.total_steps}", *pace.facts()]
-        parts += [f"eta {_eta(pace.eta_s)}", f"mem {_memory(pace.rss_bytes)}"]
+        parts += [f"eta {_eta(pace.eta_s)}", f"mem {_memory(pace.memory_bytes)}"]
         return "  ".join(parts)
 
     def say(self, line: str) -> None:
@@ -297,7 +297,7 @@ class LiveConsole:
             ProgressBar(total=max(pace.total_steps, 1), completed=pace.step),
             Text(f"eta {_eta(pace.eta_s)}"),
         )
-        facts = [*pace.facts(), f"mem {_memory(pace.rss_bytes)}"]
+        facts = [*pace.facts(), f"mem {_memory(pace.memory_bytes)}"]
         if pace.last_eval is not None:
             facts.insert(1, _eval(pace.last_eval))
         if pace.num_restarts:

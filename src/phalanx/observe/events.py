@@ -70,6 +70,9 @@ class StepFinished(Event):
     training; `unaccounted_s` is `step_s` minus their sum. `sent_bytes` are those that this rank sent to reduce
     gradients, by ring algorithms; `sent_tp_bytes` those it sent over tp, of activations and their gradients (0 also
     with train.compile, where nobody counts). `loss_scale` is what fp16 multiplied the loss by (0: nothing did).
+    `rss_bytes` are resident now, pages shared with other processes counted whole; `peak_bytes` the most memory that
+    this rank had so far, shared pages by their share, or what a GPU's allocator gave out, which held `reserved_bytes`
+    for it (phalanx.core.process_memory; 0: nobody knows).
     """
 
     step: int
@@ -86,6 +89,8 @@ class StepFinished(Event):
     sent_bytes: int = 0
     loss_scale: float = 0.0
     sent_tp_bytes: int = 0
+    peak_bytes: int = 0
+    reserved_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -219,12 +224,27 @@ class TextGenerated(Event):
 class MemoryMeasured(Event):
     """Bytes on top of the runtime (interpreter + torch) that this rank used, beside what the plan said.
 
-    Keys of both dicts are the plan's memory categories; "peak" is the sum at the worst moment.
+    Keys of both dicts are the plan's memory categories; "peak" is the sum at the worst moment, which was in
+    `peak_phase` of `peak_step` (0: before the first; "": nobody knows). `runtime_bytes` is what else there was then,
+    pages of files among it, shared pages by their share. `start_bytes`: what the process had of its own when training
+    began, shared pages counted whole. `device_bytes`, of a GPU: the peaks "allocated" and "reserved" of this rank's
+    allocator, and at the end what is "used" by all its processes of the "total".
     """
 
     predicted_bytes: dict[str, int]
     measured_bytes: dict[str, int]
     runtime_bytes: int
+    peak_step: int = 0
+    peak_phase: str = ""
+    start_bytes: int = 0
+    device_bytes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def moment_in_words(self) -> str:
+        """When it was: "step 3, backward", "the start", or "" where nobody knows."""
+        if not self.peak_phase:
+            return ""
+        return f"step {self.peak_step}, {self.peak_phase}" if self.peak_phase != "startup" else "the start"
 
     @property
     def predicts_activations(self) -> bool:

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from phalanx.parallel.protocol import Order, Workpiece
+from phalanx.parallel.saved import is_weight
 from phalanx.plan.plan import Plan
 
 SMALLEST_BYTES = {"cuda": 1 << 16, "cpu": 1}  # below, a copy costs more than it frees; a CPU rehearses with everything
@@ -171,17 +171,6 @@ class Trip:
         for other in (ref() for ref in self._order[max(0, parked.place - NUM_AHEAD) : parked.place]):
             if other is not None and other.num_left > 0:
                 self._fetch(other)
-
-
-def is_weight(tensor: torch.Tensor) -> bool:
-    """A parameter, a view of one, or what autocast made of one."""
-    owner = tensor if tensor._base is None else tensor._base
-    if isinstance(owner, nn.Parameter):
-        return True
-    node = owner.grad_fn
-    while node is not None and len(node.next_functions) == 1 and node.name() in ("ToCopyBackward0", "TBackward0"):
-        node = node.next_functions[0][0]
-    return node is not None and isinstance(getattr(node, "variable", None), nn.Parameter)
 
 
 parallelism = OffloadActivations()

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from phalanx.core.errors import LayoutError
+from phalanx.mesh.casts import unshared_casts
 from phalanx.mesh.logical import local_tensor
 
 BEFORE, INSIDE, AFTER = "before", "between", "after"
@@ -46,6 +47,7 @@ class Window:
     is_last: bool = False
     place: str = BEFORE
     enables_grad: bool = False
+    keeps_casts: bool = True
     num_called: int = 0
     restore: Callable[[], None] = lambda: None
     """Undoes what a rehearsal did to parameters used before the blocks."""
@@ -77,12 +79,14 @@ class Door:
         """Inside, the module's forward is that of a stage."""
         is_last = stage + 1 == self.num_stages
         window = Window(stage, *blocks, arrived, is_last, enables_grad=torch.is_grad_enabled())
+        window.keeps_casts = torch.is_autocast_cache_enabled()
         before, self.window = self.window, window
         if self.is_rehearsal and arrived is not None:
             window.restore = self._hide_outside()
         # What leads to the blocks has no gradient but in the first stage.
         looks = self.is_rehearsal and arrived is not None and self.can_look
-        with torch.set_grad_enabled(window.enables_grad and arrived is None):
+        without = arrived is not None
+        with torch.set_grad_enabled(window.enables_grad and not without), unshared_casts(without):
             try:
                 with _NoDecisions(window) if looks else nullcontext():
                     yield
@@ -155,6 +159,7 @@ class Door:
             return hidden
         window.restore()
         torch.set_grad_enabled(window.enables_grad)  # `open` restores what was before
+        torch.set_autocast_cache_enabled(window.keeps_casts)
         arrived: torch.Tensor = _Arrival.apply(window.arrived) if window.enables_grad else window.arrived
         return arrived
 

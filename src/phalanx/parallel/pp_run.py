@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from phalanx.core.errors import LayoutError, PhalanxError
+from phalanx.mesh.casts import shared_casts
 from phalanx.parallel.drawing import Drawing
 from phalanx.parallel.pp import Staged
 from phalanx.parallel.pp_links import Form, Post
@@ -82,9 +83,10 @@ class PipelineRun:
             self._learn_forms(microbatches, objective)
             post = self._post(schedule, microbatches)
             self.is_under_way = True
-            for place, action in enumerate(schedule.actions[self.staged.peers.rank]):
-                post.ask_before(place)
-                self._do(action, post, microbatches, objective, step, add)
+            with shared_casts():
+                for place, action in enumerate(schedule.actions[self.staged.peers.rank]):
+                    post.ask_before(place)
+                    self._do(action, post, microbatches, objective, step, add)
             with self.piece.phases("pipeline", "settle sends"):
                 post.settle()
         self.is_under_way = False

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from phalanx.mesh.casts import unshared_casts
 from phalanx.mesh.grouped import autocast_type, grouped_linear, rows_by_rows, rows_times
 from phalanx.mesh.linear import is_grouped
 
@@ -144,7 +145,8 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(used)
         # The parameter itself: what a recomputation saves of it would be another tensor, without its gradient.
         ctx.weight, ctx.bias = weight, bias
-        return F.linear(used, weight, bias)
+        with unshared_casts():
+            return F.linear(used, weight, bias)
 
     @staticmethod
     @once_differentiable

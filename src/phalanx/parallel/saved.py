@@ -17,7 +17,7 @@ def is_counted(plan: Plan) -> bool:
 
 
 class SavedBytes:
-    """Bytes of the storages that autograd saved, each once, parameters left out."""
+    """Bytes of the storages that autograd saved, each once, without parameters and casts of them."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -32,10 +32,20 @@ class SavedBytes:
         self._alive.clear()
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        owner = tensor if tensor._base is None else tensor._base
         storage = tensor.untyped_storage()
-        if not isinstance(owner, nn.Parameter) and storage.data_ptr() not in self._seen:
+        if not is_weight(tensor) and storage.data_ptr() not in self._seen:
             self._seen.add(storage.data_ptr())
             self._alive.append(storage)
             self.num_bytes += storage.nbytes()
         return tensor
+
+
+def is_weight(tensor: torch.Tensor) -> bool:
+    """A parameter, a view of one, or what autocast made of one."""
+    owner = tensor if tensor._base is None else tensor._base
+    if isinstance(owner, nn.Parameter):
+        return True
+    node = owner.grad_fn
+    while node is not None and len(node.next_functions) == 1 and node.name() in ("ToCopyBackward0", "TBackward0"):
+        node = node.next_functions[0][0]
+    return node is not None and isinstance(getattr(node, "variable", None), nn.Parameter)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
+from phalanx.core.printable import printable
 from phalanx.core.units import describe_error
 from phalanx.observe.events import MemoryMeasured
 from phalanx.report import words
@@ -51,7 +52,7 @@ def memory_section(facts: RunFacts) -> Html:
         "section",
         tag("h2", "Memory, predicted and measured"),
         legend(names, colour),
-        table(["rank", "by category", "predicted", "measured", "error", "runtime"], rows),
+        table(["rank", "by category", "predicted", "measured", "error", "worst moment", "runtime"], rows),
         tag("p", note, class_="note"),
         tag("div", tag("h3", "By category"), _details(ranks, facts, names), class_="block"),
         id="memory",
@@ -87,7 +88,8 @@ def _rank_row(rank: int, event: MemoryMeasured, whole: float, colour: Mapping[st
     )
     return [
         str(rank), bars, words.num_bytes(predicted), words.num_bytes(measured),
-        _error(event, TOTAL, predicted, measured), words.num_bytes(event.runtime_bytes),
+        _error(event, TOTAL, predicted, measured), printable(event.moment_in_words, 60) or "–",
+        words.num_bytes(event.runtime_bytes),
     ]  # fmt: skip
 
 

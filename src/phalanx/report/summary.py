@@ -117,6 +117,9 @@ def _memory(rank: int, event: events.MemoryMeasured) -> dict[str, Any]:
         "predicted_bytes": event.predicted_bytes,
         "measured_bytes": event.measured_bytes,
         "runtime_bytes": int(event.runtime_bytes),
+        "peak_step": int(event.peak_step),
+        "peak_phase": str(event.peak_phase),
+        "device_bytes": event.device_bytes,
     }
 
 

@@ -1,57 +1,164 @@
-"""Measure what the plan predicted: the memory a rank uses on top of its runtime."""
+"""Measure what the plan predicted: the memory a rank uses on top of its runtime, at the worst moment of a run."""
 
 from __future__ import annotations
 
-import os
+import resource
 from collections.abc import Mapping
+from dataclasses import dataclass
 
+import psutil
 import torch
 
 from phalanx.checkpoint.manifest import OPTIMIZER, REDUCTION
+from phalanx.core.process_memory import ProcessMemory, Resident, Sampler
+from phalanx.core.units import MIB
 from phalanx.mesh.logical import LogicalShard, local_bytes, local_tensor
 from phalanx.observe.events import MemoryMeasured
 from phalanx.parallel.model import ParallelModel
 
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+SLACK_BYTES = 4 * MIB  # the kernel counts pages per core, and adds them up now and then
+
+
+@dataclass(frozen=True)
+class MemorySoFar:
+    """Of this rank, in bytes. `peak_bytes`: the most in all, shared pages by their share; on a GPU, what its allocator
+    gave out. `reserved_bytes`: what a GPU's allocator held for that, at most. 0: nobody knows.
+    """
+
+    rss_bytes: int
+    peak_bytes: int = 0
+    reserved_bytes: int = 0
 
 
 class MemoryMeter:
     """Peak memory of this rank on top of interpreter and torch; `listen` to phases after `start`.
 
-    On CUDA the allocator knows its peak. On a CPU the process's private pages are read whenever a phase begins (five
-    microseconds; activations peak where the backward begins); pages of libraries and mapped files do not count.
+    phalanx.core.process_memory says what counts. The kernel keeps the peak; a phase that begins asks whether there is a
+    new one (a microsecond or two), so that its step and phase are known. Where the kernel's mark cannot be set back, a
+    thread samples. On CUDA it is the allocator that knows, and the phase is not known.
     """
 
     def __init__(self) -> None:
-        self.runtime_bytes = 0
         self._device: torch.device | None = None
-        self._peak_bytes = 0
-        self._statm: int | None = None
+        self._process = ProcessMemory()
+        self._psutil = psutil.Process()
+        self._keeps_peak = False  # the kernel does
+        self._sampler: Sampler | None = None
+        self._counts_all = True  # getrusage cannot say when there is a new peak: look each time
+        self._known_maxrss = 0
+        self._start_bytes = 0
+        self._peak_bytes = 0  # of its own
+        self._in_all_bytes = 0  # resident at that moment
+        self._most_resident_bytes = 0
+        self._file_bytes = 0
+        self._elsewhere_bytes: int | None = None
+        self._moment = self._peak_moment = (0, "startup")
+        self._num_steps = 0
 
     def start(self, device: torch.device) -> None:
         """From here on memory counts as training's."""
         self._device = device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        elif os.path.exists("/proc/self/statm"):
-            self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
-            self.runtime_bytes = self._private_bytes()
+            return
+        can_reset, now = self._process.reset_peak(), self._process.read()
+        self._keeps_peak = can_reset and now is not None and now.peak_bytes <= now.all_bytes + SLACK_BYTES
+        if not self._keeps_peak:
+            now = self._sampled()
+            self._sampler = Sampler(self._look)
+            self._sampler.start()
+        assert now is not None
+        self._known_maxrss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        # A process that was started by another one's exec begins with that one's peak, which no reset lowers.
+        self._counts_all = self._known_maxrss * 1024 > now.all_bytes + SLACK_BYTES
+        self._start_bytes = self._peak_bytes = now.own_bytes
+        self._file_bytes = now.file_bytes
+        self._most_resident_bytes = self._in_all_bytes = now.all_bytes
+        self._elsewhere_bytes = self._process.shared_elsewhere_bytes()
+
+    def stop(self) -> None:
+        """Keep what was measured, and measure no more."""
+        if self._sampler is not None:
+            self._sampler.stop()
+            self._sampler = None
+        self._keeps_peak = False
+        self._process.close()
 
     def listen(self, step: int, phase: str) -> None:
-        """A phase listener."""
-        if self._statm is not None:
-            self._peak_bytes = max(self._peak_bytes, self._private_bytes())
+        """A phase listener: what was new until now belongs to the phase before."""
+        if self._keeps_peak:
+            maxrss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            if self._counts_all or maxrss > self._known_maxrss:
+                self._known_maxrss = maxrss
+                self._look()
+        self._moment = (step, phase)
 
-    def _private_bytes(self) -> int:
-        assert self._statm is not None
-        _, resident, shared, *_ = os.pread(self._statm, 256, 0).split()
-        return (int(resident) - int(shared)) * PAGE_BYTES
+    def _look(self) -> Resident | None:
+        now = self._process.read() if self._keeps_peak else self._sampled()
+        if now is None:
+            return None
+        self._most_resident_bytes = max(self._most_resident_bytes, now.peak_bytes)
+        own = now.own_peak_bytes(self._file_bytes)
+        if own > self._peak_bytes:
+            self._peak_bytes, self._peak_moment = own, self._moment
+            self._in_all_bytes = own + now.file_bytes
+        # Once pages of files went, the mark no longer says how many of those at the peak were the process's own.
+        if self._keeps_peak and now.file_bytes < self._file_bytes - SLACK_BYTES:
+            self._process.reset_peak()
+        self._file_bytes = now.file_bytes
+        return now
+
+    def _sampled(self) -> Resident:
+        """What is there now, where the kernel keeps no peak or does not tell kinds of pages apart."""
+        now = self._process.read()
+        if now is not None:
+            return Resident(now.all_bytes, now.anonymous_bytes, now.file_bytes, now.shared_bytes)
+        memory = self._psutil.memory_info()
+        files = min(getattr(memory, "shared", 0), memory.rss)
+        return Resident(memory.rss, memory.rss - files, files, 0)
+
+    def so_far(self) -> MemorySoFar:
+        """For the record of a step: the most until now."""
+        if self._device is None:
+            return MemorySoFar(self._psutil.memory_info().rss)
+        if self._device.type == "cuda":
+            stats = torch.cuda.memory_stats(self._device)  # of the allocator: nothing is waited for
+            allocated, reserved = (stats.get(f"{kind}_bytes.all.peak", 0) for kind in ("allocated", "reserved"))
+            return MemorySoFar(self._psutil.memory_info().rss, allocated, reserved)
+        now = self._look()
+        self._num_steps += 1
+        if self._num_steps == 1:  # by now the pages that are written to are no longer shared
+            self._elsewhere_bytes = self._process.shared_elsewhere_bytes()
+        return MemorySoFar(now.all_bytes if now is not None else 0, self._in_all(self._most_resident_bytes))
+
+    def _in_all(self, resident_bytes: int) -> int:
+        """Of these, those that count for this process: shared pages by their share."""
+        return max(resident_bytes - (self._elsewhere_bytes or 0), 0)
 
     def peak_bytes(self) -> int | None:
-        """Bytes at the worst moment so far; None where this machine cannot say."""
-        if self._device is not None and self._device.type == "cuda":
+        """Bytes at the worst moment so far, on top of the runtime; None before `start`."""
+        if self._device is None:
+            return None
+        if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
-        return self._peak_bytes - self.runtime_bytes if self._statm is not None else None
+        return self._peak_bytes - self._start_bytes
+
+    @property
+    def runtime_bytes(self) -> int:
+        """What else there was at the worst moment: interpreter, torch and pages of files, by this process's share."""
+        return max(0, self._in_all(self._in_all_bytes) - (self._peak_bytes - self._start_bytes))
+
+    def _device_bytes(self) -> dict[str, int]:
+        """Of a GPU: what all its processes use, of how much, and the peaks of this rank's allocator."""
+        if self._device is None or self._device.type != "cuda":
+            return {}
+        free, total = torch.cuda.mem_get_info(self._device)
+        return {
+            "allocated": torch.cuda.max_memory_allocated(self._device),
+            "reserved": torch.cuda.max_memory_reserved(self._device),
+            "used": total - free,
+            "total": total,
+        }
 
     def measure(
         self,
@@ -76,11 +183,20 @@ class MemoryMeter:
             measured["activations"] = model.saved_bytes
         if predicted_bytes.get("staging"):
             measured["staging"] = staging_bytes
+        if self._keeps_peak or self._sampler is not None:
+            self._look()
+            self._elsewhere_bytes = self._process.shared_elsewhere_bytes() or self._elsewhere_bytes
         peak = self.peak_bytes()
         if peak is not None:
             measured["peak"] = peak
+        step, phase = self._peak_moment
+        is_host = self._device is not None and self._device.type != "cuda"
         return MemoryMeasured(
             predicted_bytes={**predicted_bytes, "peak": sum(predicted_bytes.values())},
             measured_bytes=measured,
-            runtime_bytes=self.runtime_bytes,
+            runtime_bytes=self.runtime_bytes if is_host else 0,
+            peak_step=step if is_host else 0,
+            peak_phase=phase if is_host else "",
+            start_bytes=self._start_bytes,
+            device_bytes=self._device_bytes(),
         )

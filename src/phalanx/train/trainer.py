@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-import psutil
 import torch
 
 from phalanx.checkpoint.epoch import Epoch
@@ -41,6 +40,7 @@ from phalanx.train.evaluation import (
 )
 from phalanx.train.evaluator import Evaluator
 from phalanx.train.experts_record import experts_loaded, is_logged
+from phalanx.train.memory import MemoryMeter
 from phalanx.train.pipeline_record import record_pipeline, speaks_for_stage
 from phalanx.train.randomness import seed_generators
 from phalanx.train.saves import Saves
@@ -89,13 +89,14 @@ class Trainer:
         run_dir: Path | None = None,
         epoch: Epoch | None = None,
         records: Callable[[int], Sequence[Event]] = lambda step: (),
+        memory: MemoryMeter | None = None,
     ) -> None:
         self.job, self.plan, self.mesh, self.state, self.bus = job, plan, mesh, state, bus
         self.data, self.objective, self.guards = data, objective, tuple(guards)
         self.stop = stop or StopFlags()
         self.run_dir, self.epoch, self.records, self.source_weights = run_dir, epoch, records, source_weights
         self.phases: Phases = state.model.phases
-        self._process = psutil.Process()
+        self._memory = memory or MemoryMeter()
         self._saves = self._open_saves() if run_dir is not None else None
         self._best = Best(job, mesh, bus, run_dir)
         self._evaluator = self._open_evaluator(held_out) if held_out is not None else None
@@ -231,7 +232,7 @@ class Trainer:
 
     def _emit(self, facts: StepFacts, skipped: str | None, step_s: float) -> None:
         phases_s = self.phases.take()
-        step = self.state.step
+        step, memory = self.state.step, self._memory.so_far()
         if skipped is not None and self.mesh.rank == 0:
             batch = self.job.train.global_batch_size
             self.bus.emit(StepSkipped(step, skipped, facts.grad_norm, self.state.samples_seen - batch, batch))
@@ -249,10 +250,12 @@ class Trainer:
                 tokens_per_s=facts.num_targets / step_s,
                 phases_s={name: round(seconds, 6) for name, seconds in phases_s.items()},
                 unaccounted_s=step_s - sum(phases_s.values()),
-                rss_bytes=self._process.memory_info().rss,
+                rss_bytes=memory.rss_bytes,
                 sent_bytes=facts.sent_bytes,
                 loss_scale=facts.loss_scale,
                 sent_tp_bytes=facts.sent_tp_bytes,
+                peak_bytes=memory.peak_bytes,
+                reserved_bytes=memory.reserved_bytes,
             )
         )
         for event in self.records(step):

@@ -128,6 +128,10 @@ def values_of(event: Event, name_of: Callable[[str], str] = plain_name) -> dict[
             "time/unaccounted_s": event.unaccounted_s,
             "memory/rss_gib": event.rss_bytes / GIB,
         }
+        if event.peak_bytes:
+            values["memory/peak_gib"] = event.peak_bytes / GIB
+        if event.reserved_bytes:
+            values["memory/reserved_gib"] = event.reserved_bytes / GIB
         if event.sent_bytes:
             values["throughput/sent_mib"] = event.sent_bytes / MIB
         if event.sent_tp_bytes:

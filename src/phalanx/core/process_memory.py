@@ -1,0 +1,125 @@
+"""How much memory a process has: the one definition that a plan, the console, the page and benchmarks go by.
+
+- *Of its own*: pages that no file backs (heap and other anonymous memory, shared memory). Training's memory is what a
+  rank has of its own on top of what it had when training began: what is compared with a plan.
+- *In all*: every resident page, one that several processes share by its share: the kernel's Pss. Ranks are forked from
+  a process that has imported torch, and share its pages until they write to them, and libraries and token shards.
+
+Peaks are the kernel's own: VmHWM, the most pages that were ever resident at once, which may be set back to now. So
+nothing that happens between two readings is missed. docs/memory.md says it for users.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from phalanx.core.units import KIB
+
+SAMPLE_S = 0.005  # where the kernel's mark cannot be set back
+_FIELDS = (b"VmHWM:", b"RssAnon:", b"RssFile:", b"RssShmem:")
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Resident bytes of a process: now by kind, and the most there were at once since its mark was set back."""
+
+    peak_bytes: int
+    anonymous_bytes: int
+    file_bytes: int
+    shared_bytes: int
+
+    @property
+    def own_bytes(self) -> int:
+        """Pages that no file backs, now."""
+        return self.anonymous_bytes + self.shared_bytes
+
+    def own_peak_bytes(self, file_bytes_before: int) -> int:
+        """Pages that no file backs, at the worst moment since a reading that found `file_bytes_before` of files.
+
+        Of files there were no more in between than at one of its ends.
+        """
+        return max(self.peak_bytes - max(self.file_bytes, file_bytes_before), self.own_bytes)
+
+    @property
+    def all_bytes(self) -> int:
+        """Resident now, shared pages counted whole."""
+        return self.own_bytes + self.file_bytes
+
+
+class ProcessMemory:
+    """Reads the memory of a process (None: this one), which costs some ten microseconds a time."""
+
+    def __init__(self, pid: int | None = None) -> None:
+        self._place = "/proc/self" if pid is None else f"/proc/{pid}"
+        self._status: int | None = None
+        try:
+            self._status = os.open(f"{self._place}/status", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:  # no Linux, or the process is gone
+            pass
+
+    def close(self) -> None:
+        if self._status is not None:
+            os.close(self._status)
+            self._status = None
+
+    def read(self) -> Resident | None:
+        """None where the kernel does not say, or no longer."""
+        if self._status is None:
+            return None
+        try:
+            text = os.pread(self._status, 8192, 0)
+            return Resident(*(_field(text, name) for name in _FIELDS))
+        except (OSError, ValueError):
+            return None
+
+    def reset_peak(self) -> bool:
+        """Set the kernel's mark back to what is resident now. False where that is not allowed."""
+        try:
+            file = os.open(f"{self._place}/clear_refs", os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                os.write(file, b"5")
+            finally:
+                os.close(file)
+        except OSError:
+            return False
+        return True
+
+    def shared_elsewhere_bytes(self) -> int | None:
+        """Resident bytes that other processes' shares account for: Rss less Pss. None where the kernel does not say.
+
+        It walks the process's page tables: ten milliseconds for each few hundred MiB, so not in every step.
+        """
+        try:
+            with open(f"{self._place}/smaps_rollup", "rb") as file:
+                text = file.read()
+            return max(0, _field(text, b"Rss:") - _field(text, b"\nPss:"))
+        except (OSError, ValueError):
+            return None
+
+
+def _field(text: bytes, name: bytes) -> int:
+    begin = text.index(name) + len(name)
+    return int(text[begin : text.index(b"kB", begin)]) * KIB
+
+
+class Sampler:
+    """Calls `look` every few milliseconds in a thread: for peaks that the kernel does not keep."""
+
+    def __init__(self, look: Callable[[], object], period_s: float = SAMPLE_S) -> None:
+        self._look, self._period_s = look, period_s
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="memory sampler", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._period_s):
+            self._look()
+
+    def stop(self) -> None:
+        self._ended.set()
+        self._thread.join()

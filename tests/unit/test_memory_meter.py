@@ -1,0 +1,137 @@
+"""What a rank says of its memory: the true peak, whenever it was, beside what another process sees of it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from phalanx.core.process_memory import ProcessMemory
+from phalanx.core.units import MIB
+from phalanx.observe.events import MemoryMeasured
+from phalanx.train.memory import MemoryMeter
+from ranks import run_ranks
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/smaps_rollup"), reason="the kernel has no smaps_rollup")
+
+
+class _Model:
+    """All that `measure` asks of a parallel model, of one without parameters."""
+
+    module = torch.nn.Identity()
+    saved_bytes = None
+
+
+def event_of(meter: MemoryMeter) -> MemoryMeasured:
+    return meter.measure({}, _Model(), {"parameters": 10})  # type: ignore[arg-type]
+
+
+def touch(num_mib: int) -> None:
+    """Have so much memory for a moment, and give it back."""
+    memory = mmap.mmap(-1, num_mib * MIB)
+    memory.write(b"x" * (num_mib * MIB))
+    memory.close()
+
+
+def between_phases(rank: int) -> tuple[MemoryMeasured, int]:
+    meter = MemoryMeter()
+    touch(300)  # before anything counts
+    meter.start(CPU)
+    meter.listen(1, "forward")
+    meter.listen(1, "backward")
+    touch(96)  # and it is gone where the next phase begins
+    meter.listen(1, "optimizer")
+    step_peak = meter.so_far().peak_bytes
+    meter.listen(2, "forward")
+    return event_of(meter), step_peak
+
+
+def test_what_is_gone_when_the_next_phase_begins_was_measured_with_its_moment() -> None:
+    ((event, step_peak),) = run_ranks(1, between_phases)
+    # Python's copy of what is written is there as well.
+    assert 190 * MIB <= event.measured_bytes["peak"] <= 215 * MIB
+    assert (event.peak_step, event.peak_phase) == (1, "backward")
+    assert step_peak >= event.measured_bytes["peak"]
+    assert event.start_bytes > 0
+
+
+def sampled(rank: int) -> MemoryMeasured:
+    meter = MemoryMeter()
+    meter._process.reset_peak = lambda: False  # type: ignore[method-assign]  # as in a container that forbids it
+    meter.start(CPU)
+    meter.listen(4, "backward")
+    memory = mmap.mmap(-1, 96 * MIB)
+    memory.write(b"x" * 96 * MIB)
+    until = time.monotonic() + 60
+    while meter._peak_bytes - meter._start_bytes < 90 * MIB and time.monotonic() < until:
+        pass
+    memory.close()
+    meter.listen(4, "optimizer")
+    event = event_of(meter)
+    meter.stop()
+    return event
+
+
+def test_a_sampler_stands_in_where_the_mark_cannot_be_set_back() -> None:
+    (event,) = run_ranks(1, sampled)
+    assert 95 * MIB <= event.measured_bytes["peak"] <= 215 * MIB
+    assert (event.peak_step, event.peak_phase) == (4, "backward")
+
+
+def beside_files(rank: int, path: str) -> list[int]:
+    meter = MemoryMeter()
+    meter.start(CPU)
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
+        meter.listen(1, "data")
+        sum(pages[:: mmap.PAGESIZE])
+        meter.listen(1, "forward")
+        found = [event_of(meter).measured_bytes["peak"]]
+    meter.listen(1, "backward")  # they are gone, and the mark with them
+    event_of(meter)
+    touch(32)
+    meter.listen(1, "optimizer")
+    return [*found, event_of(meter).measured_bytes["peak"]]
+
+
+def test_pages_of_files_are_no_memory_of_training_and_hide_none(tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_bytes(b"x" * 200 * MIB)
+    ((with_files, after),) = run_ranks(1, beside_files, str(tmp_path / "tokens"))
+    assert with_files < 16 * MIB
+    assert 60 * MIB <= after <= 80 * MIB  # 32 and Python's copy
+
+
+def share(rank: int) -> tuple[int, int, int]:
+    """(what is in all, by the meter; Pss and Rss by the kernel) of a process that shares its parent's pages."""
+    meter = MemoryMeter()
+    meter.start(CPU)
+    touch(8)
+    meter.listen(1, "forward")
+    event = event_of(meter)
+    text = Path("/proc/self/smaps_rollup").read_text()
+    pss, rss = (int(text.split(f"\n{name}:")[1].split()[0]) * 1024 for name in ("Pss", "Rss"))
+    return event.runtime_bytes + event.measured_bytes["peak"], pss, rss
+
+
+def test_shared_pages_count_by_their_share() -> None:
+    """Ranks of a test are forked from a process that has imported torch, as those of a run are."""
+    ((in_all, pss, rss),) = run_ranks(1, share)
+    assert rss - pss > 50 * MIB
+    assert pss - 4 * MIB <= in_all <= pss + 24 * MIB
+
+
+def test_a_process_that_is_gone_has_no_memory() -> None:
+    gone = ProcessMemory(2**22 + 1)
+    assert (gone.read(), gone.reset_peak(), gone.shared_elsewhere_bytes()) == (None, False, None)
+    gone.close()
+
+
+def test_another_process_is_read_as_itself_is() -> None:
+    mine, same = ProcessMemory().read(), ProcessMemory(os.getpid()).read()
+    assert mine is not None
+    assert same is not None
+    assert abs(mine.own_bytes - same.own_bytes) < 4 * MIB
