@@ -1,7 +1,7 @@
 """Memory of one rank in each way of sharding, as planned and as measured: `python benchmarks/sharding_memory.py`.
 
-Each row is a run of `phalanx train` whose states are most of its memory (few tokens per step). Measured are the private
-pages at the beginning of each phase, on top of interpreter and torch, of the rank with the most. Prints a table in
+Each row is a run of `phalanx train` whose states are most of its memory (few tokens per step). Measured is the
+peak on top of interpreter and torch (docs/memory.md), of the rank with the most. Prints a table in
 markdown; `--json` what it is made of.
 """
 
