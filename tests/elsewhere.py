@@ -266,7 +266,9 @@ class Selection:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         says_how_it_went = report.when == "call" or report.failed or (report.when == "setup" and report.skipped)
         if says_how_it_went:
-            self._write({"id": report.nodeid, "outcome": report.outcome, "when": report.when})
+            self._write(
+                {"id": report.nodeid, "outcome": report.outcome, "when": report.when, "s": round(report.duration, 2)}
+            )
 
     def pytest_runtest_protocol(self, item: pytest.Item) -> None:
         if time.monotonic() > self._until:
