@@ -56,9 +56,32 @@ def test_one_line_each_log_every_steps_and_at_both_ends() -> None:
 
 def test_the_numbers_of_a_line_are_those_of_the_step() -> None:
     stream, console = plain()
-    console.write(step(10, loss=2.43124))
+    for number in (8, 9, 10):  # the first two of an attempt do not count for its pace
+        console.write(step(number, loss=2.43124, step_s=0.1 if number == 10 else 5.0))
     wanted = "step 10/100  loss 2.4312  lr 2.9e-03  norm 0.81  41.0k tok/s  100 ms/step  eta 9.0 s  mem 512 MiB\n"
-    assert stream.getvalue() == wanted
+    assert stream.getvalue().splitlines(keepends=True)[-1] == wanted
+
+
+def test_before_there_is_a_pace_a_line_says_so_and_a_restart_begins_anew() -> None:
+    stream, console = plain(total_steps=5, log_every=1)
+    for number in (1, 2, 3):
+        console.write(step(number, step_s=9.0 if number < 3 else 0.5))
+    for number in (3, 4, 5):
+        console.write(step(number, attempt=1, step_s=7.0 if number < 5 else 0.25))
+    first, second, steady, again, still, last = stream.getvalue().splitlines()
+    for line in (first, second, again, still):
+        assert "s for this step, warming up  eta not known yet" in line
+        assert "tok/s" not in line
+    assert "500 ms/step  eta 1.0 s" in steady
+    assert "250 ms/step  eta 0 s" in last
+
+
+@pytest.mark.parametrize("total", [1, 2])
+def test_a_run_that_never_warms_up_ends_all_the_same(total: int) -> None:
+    stream, console = plain(total_steps=total)
+    for number in range(1, total + 1):
+        console.write(step(number))
+    assert "100 ms for this step, warming up  eta 0 s" in stream.getvalue().splitlines()[-1]
 
 
 def test_speed_forgets_the_slow_first_steps() -> None:
@@ -129,11 +152,12 @@ def test_the_bar_shows_the_last_evaluation(monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_a_user_measures_is_not_called_nats_or_tokens() -> None:
     stream = io.StringIO()
     console = open_console(stream, total_steps=100, log_every=1, units=units_of({"model": {"objective": "own:loss"}}))
-    console.write(step(1))
-    console.write(evaluated(1, 0.25, 1, 0.25))
+    for number in (1, 2, 3):
+        console.write(step(number))
+    console.write(evaluated(3, 0.25, 3, 0.25))
     assert "nats" not in stream.getvalue()
     assert "41.0k targets/s" in stream.getvalue()
-    assert "held-out loss 0.2500 at step 1, the best so far (5.00K targets, 500 ms)" in stream.getvalue()
+    assert "held-out loss 0.2500 at step 3, the best so far (5.00K targets, 500 ms)" in stream.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ from phalanx.mesh.rendezvous import RENDEZVOUS_S, SUPERVISED_RENDEZVOUS_S
 from phalanx.nn.build import build_model, build_objective
 from phalanx.observe.bus import CLOSE_AFTER_ERROR_S, CLOSE_MORE_S, Bus, OpenSink
 from phalanx.observe.events import CheckpointUnusable, Note, RunStarted, TextGenerated
+from phalanx.observe.progress import ProgressTeller
 from phalanx.optim.build import build_optimizer
 from phalanx.parallel.parallelize import parallelize, transforms
 from phalanx.plan.plan import Plan
@@ -258,14 +259,17 @@ def _sample_text(job: Job, plan: Plan, mesh: Mesh, corpus: Corpus, trainer: Trai
     tokenizer = corpus.tokenizer()
     if not job.train.sample_tokens or tokenizer is None or job.model.objective is not None:
         return True
+    num_tokens = job.train.sample_tokens
+    progress = ProgressTeller(trainer.bus.emit, step, "sample", num_tokens)
     try:
         prompt = prompt_tokens(corpus, tokenizer, plan.seq_len)
         tokens = generate(
             trainer.state.model,
             prompt,
-            num_tokens=job.train.sample_tokens,
+            num_tokens=num_tokens,
             context=plan.seq_len,
             seed=job.run.seed,
+            told=progress.tell if mesh.rank == 0 else lambda num_done: None,
         )
         text = TextGenerated(step, tokenizer.decode(prompt), tokenizer.decode(tokens))
     except Exception as error:

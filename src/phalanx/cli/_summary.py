@@ -135,8 +135,8 @@ def _memory_lines(envelopes: list[Envelope]) -> list[str]:
     if not memory.predicts_activations:
         error = "activations not predicted"
     return [
-        f"memory  peak of rank {rank}: {format_bytes(predicted)} predicted, {format_bytes(measured)} measured "
-        f"({error}){_moment(memory)}, on top of {format_bytes(memory.runtime_bytes)} for interpreter and torch"
+        f"memory  peak of rank {rank}: {format_bytes(predicted)} predicted, {format_bytes(measured)} measured"
+        f"{_moment(memory)} ({error}), on top of {format_bytes(memory.runtime_bytes)} for interpreter and torch"
     ]
 
 

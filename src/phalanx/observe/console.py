@@ -11,12 +11,14 @@ from typing import Any, Protocol, TextIO, cast
 from phalanx.core.printable import printable
 from phalanx.core.units import format_bytes, format_count, format_seconds
 from phalanx.observe import events
+from phalanx.observe.activity import Activity
 from phalanx.observe.events import Envelope, EvalFinished, StepFinished
 from phalanx.observe.screen import open_screen
 from phalanx.observe.units import TEXT, Units
 from phalanx.observe.words import describe
 
-AVERAGED_STEPS = 20  # the first steps are slow (allocation, compilation); a short memory forgets them soon
+AVERAGED_STEPS = 20
+WARM_UP_STEPS = 2  # of each attempt: they allocate, compile and fill caches, and say nothing of those that follow
 REDRAW_S = 0.1
 
 # The supervisor itself says why ranks start again, and a run's last lines show what came out.
@@ -105,6 +107,8 @@ class Pace:
     num_restarts: int = 0
     num_skipped: int = 0
     is_first_of_attempt: bool = False
+    activity: Activity = field(default_factory=Activity)
+    _num_of_attempt: int = 0  # steps that were seen
     _recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=AVERAGED_STEPS))
     _memory_bytes: dict[int, float] = field(default_factory=dict)
     _experts: dict[int, events.ExpertsLoaded] = field(default_factory=dict)  # the last of each rank that tells
@@ -112,6 +116,7 @@ class Pace:
     def take(self, envelope: Envelope) -> bool:
         """Account for an envelope; True if it was a step of rank 0, the one that is shown."""
         event = envelope.event
+        self.activity.take(event, envelope.rank)
         if isinstance(event, events.RestartScheduled):
             self.num_restarts += 1
         elif isinstance(event, events.StepSkipped) and envelope.rank == 0:
@@ -128,8 +133,11 @@ class Pace:
         self.is_first_of_attempt = self.last is None or envelope.attempt != self.attempt
         if self.is_first_of_attempt:
             self._recent.clear()  # the pace of processes that are gone says nothing about these
+            self._num_of_attempt = 0
+        self._num_of_attempt += 1
         self.last, self.attempt = event, envelope.attempt
-        if math.isfinite(event.step_s) and math.isfinite(event.tokens_per_s):
+        is_steady = self._num_of_attempt > WARM_UP_STEPS
+        if is_steady and math.isfinite(event.step_s) and math.isfinite(event.tokens_per_s):
             self._recent.append((event.tokens_per_s * event.step_s, event.step_s))
         return True
 
@@ -167,10 +175,20 @@ class Pace:
             f"loss {self.last.loss:.4f}",
             f"lr {self.last.learning_rate:.1e}",
             f"norm {self.last.grad_norm:.2f}",
-            f"{_rate(self.tokens_per_s)} {self.units.short_rate}",
-            f"{format_seconds(self.step_s)}/step",
+            *self._speed(),
             *self._load_of_experts(),
         ]
+
+    def _speed(self) -> list[str]:
+        if self.last is not None and not self._recent:
+            return [f"{format_seconds(self.last.step_s)} for this step, warming up"]
+        return [f"{_rate(self.tokens_per_s)} {self.units.short_rate}", f"{format_seconds(self.step_s)}/step"]
+
+    def eta(self) -> str:
+        """ "eta 3.3 s"; before there is a pace to go by, that there is none."""
+        if self.step < self.total_steps and not self._recent:
+            return "eta not known yet"
+        return f"eta {_eta(self.eta_s if self._recent else 0.0)}"
 
     def _load_of_experts(self) -> list[str]:
         """ "experts 1.42x": the busiest expert of any layer against the mean of its layer. Of the last step told."""
@@ -224,7 +242,7 @@ class PlainConsole:
     def _step_line(self) -> str:
         pace = self._pace
         parts = [f"step {pace.step}/{pace.total_steps}", *pace.facts()]
-        parts += [f"eta {_eta(pace.eta_s)}", f"mem {_memory(pace.memory_bytes)}"]
+        parts += [pace.eta(), f"mem {_memory(pace.memory_bytes)}"]
         return "  ".join(parts)
 
     def say(self, line: str) -> None:
@@ -233,14 +251,18 @@ class PlainConsole:
             self._stream.flush()
 
     def tick(self) -> None:
-        pass
+        if (line := self._pace.activity.line_if_due()) is not None:
+            self.say(line)
 
     def close(self) -> None:
         self._is_open = False
 
 
 class LiveConsole:
-    """Two lines at the bottom of a terminal, redrawn at most ten times a second; events scroll above them."""
+    """Two lines at the bottom of a terminal, and a third for what is no step, redrawn at most ten times a second.
+
+    Events scroll above them.
+    """
 
     def __init__(self, screen: Any, pace: Pace) -> None:
         from rich.live import Live
@@ -265,7 +287,8 @@ class LiveConsole:
 
     def tick(self) -> None:
         now = time.monotonic()
-        if self._is_open and self._pace.last is not None and now - self._drawn_s >= REDRAW_S:
+        is_something = self._pace.last is not None or self._pace.activity.words or self._live.is_started
+        if self._is_open and is_something and now - self._drawn_s >= REDRAW_S:
             self._drawn_s = now
             self._draw()
 
@@ -276,7 +299,8 @@ class LiveConsole:
 
     def close(self) -> None:
         """Draw the last state, which stays on the screen, and give the cursor back."""
-        if self._is_open and self._pace.last is not None:
+        self._pace.activity.clear()
+        if self._is_open and (self._pace.last is not None or self._live.is_started):
             self._draw()
         self._is_open = False
         self._live.stop()
@@ -288,6 +312,9 @@ class LiveConsole:
         from rich.text import Text
 
         pace = self._pace
+        doing = [Text(pace.activity.live_line(), no_wrap=True, overflow="ellipsis")] if pace.activity.words else []
+        if pace.last is None:
+            return Group(*doing)
         bar = Table.grid(padding=(0, 2, 0, 0), expand=True)
         bar.add_column(no_wrap=True)
         bar.add_column(ratio=1)
@@ -295,7 +322,7 @@ class LiveConsole:
         bar.add_row(
             Text(f"step {pace.step:>{len(str(pace.total_steps))}}/{pace.total_steps}", style="bold"),
             ProgressBar(total=max(pace.total_steps, 1), completed=pace.step),
-            Text(f"eta {_eta(pace.eta_s)}"),
+            Text(pace.eta()),
         )
         facts = [*pace.facts(), f"mem {_memory(pace.memory_bytes)}"]
         if pace.last_eval is not None:
@@ -304,7 +331,7 @@ class LiveConsole:
             facts.append(f"restarts {pace.num_restarts}")
         if pace.num_skipped:
             facts.append(f"skipped {pace.num_skipped}")
-        return Group(bar, Text("  ".join(facts), no_wrap=True, overflow="ellipsis"))
+        return Group(bar, Text("  ".join(facts), no_wrap=True, overflow="ellipsis"), *doing)
 
 
 _YELLOW = (

@@ -94,6 +94,19 @@ class StepFinished(Event):
 
 
 @dataclass(frozen=True)
+class WorkProgressed(Event):
+    """Rank 0 is at something that is no step: `activity` is "evaluate" or "sample". `num_done` of `num_total` batches
+    or tokens are done (`num_total` 0: nobody knows how many). Where it begins, and at most twice a second; its end has
+    an event of its own.
+    """
+
+    step: int
+    activity: str
+    num_done: int = 0
+    num_total: int = 0
+
+
+@dataclass(frozen=True)
 class StepSkipped(Event):
     """A step whose update was not applied, on all ranks together. `reason`: "nonfinite_gradients" | "no_targets" |
     "overflow" (of fp16: the next step has half the loss scale).

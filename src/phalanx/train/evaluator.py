@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 
 import torch
 
 from phalanx.core.phases import Phases
 from phalanx.mesh.mesh import Mesh
+from phalanx.observe.events import Event
+from phalanx.observe.progress import ProgressTeller
 from phalanx.parallel.model import Batch, Objective
 from phalanx.train.evaluation import LOSS, Evaluation, HeldOut, over_sources, undisturbed
 from phalanx.train.metrics import MetricSums, SumAndCount, means, require_metric
@@ -31,7 +33,9 @@ class Evaluator:
         held_out: HeldOut,
         source_weights: Mapping[str, float] | None,
         stop: StopFlags,
+        emit: Callable[[Event], None] = lambda event: None,
     ) -> None:
+        self._emit = emit
         self._state, self._mesh, self._objective = state, mesh, objective
         self._held_out, self._source_weights, self._stop = held_out, source_weights, stop
         self._phases: Phases = state.model.phases
@@ -41,10 +45,15 @@ class Evaluator:
         loss_by_source: dict[str, float] = {}
         targets_by_source: dict[str, int] = {}
         metrics_by_source: dict[str, dict[str, SumAndCount]] = {}
+        num_batches = [len(batches) if isinstance(batches, Sized) else 0 for batches in self._held_out.values()]
+        total = sum(num_batches) if all(num_batches) else 0
+        progress = ProgressTeller(self._emit, self._state.step, "evaluate", total)
+        counted = itertools.count()
         with self._phases("evaluate"), undisturbed(self._state.model, self._mesh, self._state.seed):
             for source, batches in self._held_out.items():
                 objective = MetricSums(self._objective, self._mesh)
-                sums = self._state.model.evaluate(self._until_stopped(batches), objective)
+                told = _telling(self._until_stopped(batches), progress, counted)
+                sums = self._state.model.evaluate(told, objective)
                 loss, num_targets = self._state.model.reduce_sums(sums)
                 metrics_by_source[source] = objective.reduced()
                 if num_targets:
@@ -76,3 +85,9 @@ class Evaluator:
             if sigterm or sigint:
                 raise StopAskedError("sigterm" if sigterm else "sigint")
             yield batch
+
+
+def _telling(batches: Iterable[Batch], progress: ProgressTeller, counted: Iterator[int]) -> Iterator[Batch]:
+    for batch in batches:
+        progress.tell(next(counted))
+        yield batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,12 +14,19 @@ from phalanx.parallel.model import ParallelModel
 
 @torch.no_grad()
 def generate(
-    model: ParallelModel, prompt: list[int], *, num_tokens: int, context: int, seed: int, temperature: float = 0.8
+    model: ParallelModel,
+    prompt: list[int],
+    *,
+    num_tokens: int,
+    context: int,
+    seed: int,
+    temperature: float = 0.8,
+    told: Callable[[int], None] = lambda num_done: None,
 ) -> list[int]:
     """Continue `prompt` by sampling. Collective: every rank computes the same tokens (sharded models need all ranks).
 
-    At most the last `context` tokens are read at each step. Raises TypeError, on every rank, for models that are not
-    causal.
+    At most the last `context` tokens are read at each step. `told` is called before each token with the number of
+    those that there are. Raises TypeError, on every rank, for models that are not causal.
     """
     others: list[str] = []
 
@@ -33,7 +41,8 @@ def generate(
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
     model.train(False)
-    for _ in range(num_tokens):
+    for num_done in range(num_tokens):
+        told(num_done)
         window = torch.tensor([tokens[-context:]], device=model.mesh.device)
         logits = model.call_then({"inputs": window}, last_logits)
         if not logits.numel():

@@ -205,6 +205,7 @@ class Trainer:
             held_out=held_out,
             source_weights=self.source_weights,
             stop=self.stop,
+            emit=self.bus.emit if self.mesh.rank == 0 else _say_nothing,
         )
 
     @property
@@ -340,3 +341,7 @@ class Trainer:
                 best_value=best.value,
             )
         )
+
+
+def _say_nothing(event: Event) -> None:
+    """Where another rank says it."""

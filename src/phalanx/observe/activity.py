@@ -1,0 +1,70 @@
+"""What a run is at while it does no step, and for how long: ranks start, the first step, an evaluation, a sample."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from phalanx.core.units import format_seconds, plural
+from phalanx.observe import events
+
+FIRST_LINE_S = 10.0  # where nothing is redrawn; each further line comes after twice the time
+SPINNER = "|/-\\"  # every terminal has these
+
+
+class Activity:
+    """Follows events. `words` is "" while steps are done, which say themselves how far they are."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.words = "starting the ranks"
+        self._kind = ""
+        self._since_s = self._clock()
+        self._next_line_s = FIRST_LINE_S
+
+    def take(self, event: events.Event, rank: int) -> None:
+        match event:
+            case events.RestartScheduled():
+                self._begin("restart", "starting the ranks again")
+            case events.RunStarted() if event.step >= event.total_steps:
+                self.clear()
+            case events.RunStarted():
+                self._begin("first step", f"step {event.step + 1}, the first one, takes longer than others")
+            case events.WorkProgressed():
+                self._begin(f"{event.activity} {event.step}", _words_of(event))
+            case events.EvalFinished() | events.TextGenerated() | events.StopRequested() | events.RunFinished():
+                self.clear()
+            case events.StepFinished() if rank == 0:
+                self.clear()
+
+    def _begin(self, kind: str, words: str) -> None:
+        if kind != self._kind:
+            self._kind, self._since_s, self._next_line_s = kind, self._clock(), FIRST_LINE_S
+        self.words = words
+
+    def clear(self) -> None:
+        self.words = self._kind = ""
+
+    @property
+    def seconds(self) -> float:
+        return self._clock() - self._since_s
+
+    def live_line(self) -> str:
+        """For a terminal: it moves."""
+        return f"{SPINNER[int(8 * self.seconds) % len(SPINNER)]} {self.words} ({format_seconds(self.seconds)})"
+
+    def line_if_due(self) -> str | None:
+        """For a log: after ten seconds of the same, twenty, forty, ..."""
+        if not self.words or self.seconds < self._next_line_s:
+            return None
+        self._next_line_s *= 2
+        return f"{self.words} ({format_seconds(self.seconds)} so far)"
+
+
+def _words_of(event: events.WorkProgressed) -> str:
+    doing, noun, nouns = {"evaluate": ("evaluating", "batch", "batches"), "sample": ("sampling text", "token", "")}.get(
+        event.activity, (event.activity, "part", "")
+    )
+    done = f"{event.num_done:,} of {plural(event.num_total, noun, nouns)}" if event.num_total else ""
+    done = done or f"{plural(event.num_done, noun, nouns)} done"
+    return f"{doing} at step {event.step}: {done}"
