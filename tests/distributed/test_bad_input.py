@@ -427,7 +427,7 @@ def test_ranks_that_differ(home: Home) -> None:
     done = [finish(rank) for rank in ranks]
     assert [d.code for d in done] == [7, 7], [d.err for d in done]
     assert "the ranks differ: rank 1: " in done[0].err
-    assert "optim.lr = 0.5, not 0.003" in done[0].err
+    assert "optim.lr = 0.5, not 'auto'" in done[0].err
     assert "give every rank the same job" in done[0].err
     assert "Traceback" not in done[0].err + done[1].err
 
