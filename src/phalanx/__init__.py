@@ -74,6 +74,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
     import importlib
 
+    from phalanx.core.uncaught import show_refusals_in_a_line
+
+    show_refusals_in_a_line()
     return getattr(importlib.import_module(_HOME[name]), name)
 
 

@@ -1,0 +1,97 @@
+"""What becomes of a refusal that a script of the library's users does not catch: one line from one rank, and its code.
+
+Python shows an exception that nobody catches through `sys.excepthook`. There a PhalanxError needs no traceback, which
+every rank would print; anything else is the user's, and shown as ever. Where somebody has a hook of their own (a
+notebook, a crash reporter), or catches it (pytest), there is nothing to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+from phalanx.core.errors import JobError, PhalanxError
+
+TRACEBACK = "PHALANX_TRACEBACK"  # variable: show the traceback all the same
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # what torchrun shows of a rank that failed
+STALE_S = 60.0  # a marker this old is of ranks before these
+_OURS = str(Path(__file__).parents[1])
+
+
+def show_refusals_in_a_line() -> None:
+    """Have refusals that nobody catches shown in a line, unless somebody has a hook already."""
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _show
+
+
+def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    is_interactive = hasattr(sys, "ps1") or sys.flags.interactive or sys.flags.inspect
+    if not isinstance(error, PhalanxError) or is_interactive or os.environ.get(TRACEBACK):
+        sys.__excepthook__(kind, error, trace)
+        return
+    rank = os.environ.get("RANK", "0")
+    said = str(error).splitlines() if isinstance(error, JobError) else [str(error)]
+    if _is_first_to_say(str(error)):
+        from phalanx.core.terminal import safe_output  # only now: nobody pays for what is not needed
+
+        with safe_output():
+            whose = f"rank {rank}: " if rank not in ("", "0") else ""
+            for number, line in enumerate(said):
+                place = _place_of(trace) if number == len(said) - 1 else ""
+                print(f"phalanx: {whose}{line}{place}", file=sys.stderr)
+    _tell_torchrun("; ".join(said))
+    raise SystemExit(int(error.exit_code))  # which Python obeys here
+
+
+def _place_of(trace: TracebackType | None) -> str:
+    """ " (train.py:12)": the innermost line of the user's own code."""
+    own = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith((_OURS, "<"))]
+    libraries = [
+        frame for frame in own if "site-packages" not in frame.filename and "/lib/python" not in frame.filename
+    ]
+    return f" ({Path(libraries[-1].filename).name}:{libraries[-1].lineno})" if libraries else ""
+
+
+def _is_first_to_say(text: str) -> bool:
+    """Whether no other rank on this machine says the same: all of them refuse what cannot be, each for itself."""
+    if int(os.environ.get("WORLD_SIZE") or 1) == 1:
+        return True
+    marker = _marker(text)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - marker.stat().st_mtime > STALE_S:
+                marker.unlink()
+        os.close(os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except FileExistsError:
+        return False
+    except OSError:  # better twice than never
+        return True
+    return True
+
+
+def _marker(text: str) -> Path:
+    """A file of the ranks that were started together: in torchrun's own folder of them, if there is one."""
+    from phalanx.core.digest import digest
+
+    folder = Path(os.environ.get(ERROR_FILE, "")).parents
+    together = folder[1] if len(folder) > 2 and folder[1].is_dir() else Path(tempfile.gettempdir())
+    group = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")]
+    return together / f"phalanx-refusal-{os.getuid()}-{digest([group, os.getppid(), text])}"
+
+
+def _tell_torchrun(text: str) -> None:
+    """torchrun's summary shows this line instead of a hint on how to get a traceback."""
+    path = os.environ.get(ERROR_FILE)
+    if path:
+        from phalanx.core.secrets import Redactor
+
+        body = {"message": Redactor(os.environ).text(f"phalanx: {text}"), "timestamp": int(time.time())}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps(body), encoding="utf-8")

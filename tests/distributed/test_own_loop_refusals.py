@@ -1,0 +1,91 @@
+"""A script that uses the library and is refused: one line from one rank and its exit code; other errors as ever."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from commands import environment
+
+OWN_LOOP = Path(__file__).parents[2] / "examples" / "own_loop.py"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+DEADLINE_S = 180
+
+
+def run_python(*arguments: str, cwd: Path, **variables: str) -> tuple[int, list[str], str]:
+    """(exit code, lines of phalanx on standard error, all of standard error)."""
+    command = [sys.executable, *arguments]
+    done = subprocess.run(
+        command, cwd=cwd, env=environment(**variables), capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    return done.returncode, [line for line in done.stderr.splitlines() if line.startswith("phalanx: ")], done.stderr
+
+
+def test_torchrun_shows_one_line_of_one_rank(tmp_path: Path) -> None:
+    """Before the ranks know each other (the plan refuses), which is what most refusals are."""
+    arguments = (str(OWN_LOOP), "parallel.dp_shard=3")
+    code, lines, everything = run_python(*TORCHRUN, *arguments, cwd=tmp_path, OMP_NUM_THREADS="1")
+    assert code != 0
+    assert len(lines) == 1, everything
+    assert "own_loop.py:" in lines[0]
+    assert f'File "{OWN_LOOP}"' not in everything, "no rank prints a traceback"
+    assert "exitcode  : 3" in everything
+    assert everything.count("dp_shard") >= 2, "torchrun's own summary has the line, too"
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "words"),
+    [
+        ("phalanx.load_job(None, ['train.stepz=3', 'optim.lrr=1'])", 3, ["train.stepz", "optim.lrr"]),
+        ("with phalanx.open_mesh(phalanx.Layout(dp_replicate=2), device='cpu'): pass", 6, ["needs 2 ranks"]),
+        (
+            "import torch\n"
+            "plan = phalanx.make_plan(phalanx.load_job(None, ['parallel.ranks=1']))\n"
+            "with phalanx.open_mesh(plan.layout, device='cpu') as mesh:\n"
+            "    model = phalanx.parallelize(torch.nn.Linear(2, 2), plan, mesh)\n"
+            "    model.forward_backward([{'x': torch.ones(1, 2)}], lambda o, b: (o.sum(), torch.tensor(1)))",
+            3,
+            ["names nothing of a batch with x"],
+        ),
+    ],
+)
+def test_alone_it_is_a_line_and_the_exit_code(tmp_path: Path, script: str, code: int, words: list[str]) -> None:
+    (tmp_path / "mine.py").write_text(f"import phalanx\n{script}\n")
+    found, lines, everything = run_python("mine.py", cwd=tmp_path)
+    assert found == code, everything
+    assert [word for word in words if not any(word in line for line in lines)] == []
+    assert len(lines) == len(everything.splitlines()), everything
+    assert "(mine.py:" in lines[-1]
+
+
+RAISED = "phalanx.load_job\nraise ValueError('mine')"
+RAISED_FROM = """
+try:
+    phalanx.load_job(None, ['a=1'])
+except phalanx.PhalanxError as error:
+    raise OSError('x') from error
+"""
+HOOKED = """
+import sys
+sys.excepthook = lambda *error: print('hooked', file=sys.stderr)
+phalanx.load_job(None, ['a=1'])
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "words"), [(RAISED, "ValueError: mine"), (RAISED_FROM, "OSError: x"), (HOOKED, "hooked")]
+)
+def test_other_errors_and_other_hooks_are_left_alone(tmp_path: Path, script: str, words: str) -> None:
+    (tmp_path / "mine.py").write_text(f"import phalanx\n{script}\n")
+    code, lines, everything = run_python("mine.py", cwd=tmp_path)
+    assert (code, lines) == (1, [])
+    assert words in everything
+
+
+def test_a_traceback_is_there_for_whoever_asks(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import phalanx\nphalanx.load_job(None, ['a=1'])\n")
+    code, _, everything = run_python("mine.py", cwd=tmp_path, PHALANX_TRACEBACK="1")
+    assert (code, "Traceback" in everything) == (1, True)
