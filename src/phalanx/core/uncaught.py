@@ -52,11 +52,11 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 def _place_of(trace: TracebackType | None) -> str:
     """ " (train.py:12)": the innermost line of the user's own code."""
-    own = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith((_OURS, "<"))]
-    libraries = [
-        frame for frame in own if "site-packages" not in frame.filename and "/lib/python" not in frame.filename
-    ]
-    return f" ({Path(libraries[-1].filename).name}:{libraries[-1].lineno})" if libraries else ""
+    others = ("site-packages", "/lib/python")
+    for frame in reversed(traceback.extract_tb(trace)):
+        if not frame.filename.startswith((_OURS, "<")) and not any(part in frame.filename for part in others):
+            return f" ({Path(frame.filename).name}:{frame.lineno})"
+    return ""
 
 
 def _is_first_to_say(text: str) -> bool:
