@@ -21,11 +21,14 @@ from phalanx.cli._prepare import Prepared, announce, conclude, prepared_run, sco
 from phalanx.cli._rank import RankRun, run_rank
 from phalanx.cli._run import console_of, is_finished
 from phalanx.core.errors import EnvironmentProblem, ExitCode, PhalanxError
+from phalanx.core.phases import read_black_box
 from phalanx.job.schema import Job
 from phalanx.launch.external import ExternalRanks
-from phalanx.launch.paths import next_attempt
+from phalanx.launch.paths import black_box, next_attempt
 from phalanx.launch.rank_env import RankEnv
+from phalanx.launch.reports import describe
 from phalanx.launch.supervisor import Outcome
+from phalanx.launch.verdict import place_in_words
 from phalanx.mesh.rendezvous import RENDEZVOUS_S, open_store
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import RunFinished
@@ -85,6 +88,21 @@ class _Decision:
                 self._store.wait(keys, datetime.timedelta(seconds=READ_TIMEOUT_S))
 
 
+def _run_rank(run: RankRun, **more: Any) -> ExitCode:
+    """`run_rank`, except that user code which calls sys.exit, or raises KeyboardInterrupt, has failed: no stop of ours
+    comes as an exception while a rank runs, and neither code would tell the launcher that the run is not done.
+    """
+    try:
+        return ExitCode(run_rank(run, **more))
+    except (SystemExit, KeyboardInterrupt) as error:
+        if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            raise
+        report = describe(error)
+        where = place_in_words(read_black_box(black_box(run.run_dir, run.rank)))
+        print(f"phalanx: rank {run.rank} failed {where}:\n{report.traceback.rstrip()}", file=sys.stderr)
+        return ExitCode(report.exit_code)
+
+
 def _lead(prepared: Prepared, run: RankRun, store: Any) -> int:
     """Train as rank 0, then say what came out, also when it failed."""
     console = console_of(run.job)
@@ -92,7 +110,7 @@ def _lead(prepared: Prepared, run: RankRun, store: Any) -> int:
     code = ExitCode.INTERNAL
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        code = ExitCode(run_rank(run, sinks=[("console", lambda: console)], store=store))
+        code = _run_rank(run, sinks=[("console", lambda: console)], store=store)
         for number, handler in before.items():
             signal.signal(number, handler)
         if code == ExitCode.OK:
@@ -122,7 +140,7 @@ def _follow(job: Job, ranks: RankEnv, store: Any, began_unix_s: float) -> int:
     plan, run_dir = Plan.from_json(decision["plan"]), Path(decision["run_dir"])
     attempt, epoch = int(decision["attempt"]), int(decision["epoch"])
     try:
-        return run_rank(RankRun(job, plan, run_dir, ranks.rank, attempt, began_unix_s, epoch), store=store)
+        return _run_rank(RankRun(job, plan, run_dir, ranks.rank, attempt, began_unix_s, epoch), store=store)
     except PhalanxError as error:
         if ranks.local_rank == 0:  # another node: rank 0's words are not on this terminal
             print(f"phalanx: rank {ranks.rank}: {error}", file=sys.stderr)

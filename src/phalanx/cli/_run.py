@@ -31,7 +31,9 @@ from phalanx.core.errors import (
 from phalanx.job.load import load_job, load_job_json
 from phalanx.job.rate import reference_on_resume
 from phalanx.job.schema import Job
-from phalanx.launch.external import external_ranks
+from phalanx.launch.end_record import EndRecord
+from phalanx.launch.external import ExternalRanks, external_ranks
+from phalanx.launch.guard import fork_guarded
 from phalanx.launch.paths import next_attempt
 from phalanx.launch.supervisor import LaunchSpec, Outcome, supervise
 from phalanx.observe.bus import Bus
@@ -96,9 +98,7 @@ def _train(job_file: str | None, overrides: Sequence[str], resume: str | None) -
         job = load_job(job_file, overrides)
         run_dir = Path(job.run.dir or _fresh_name(job))
     if ranks is not None:
-        from phalanx.cli._external import train_as_rank
-
-        code = train_as_rank(job, run_dir, ranks, resume=resume is not None)
+        code = _as_guarded_rank(job, run_dir, ranks, resume=resume is not None)
         return code, run_dir if ranks.mine.rank == 0 else None
     with prepared_run(job, run_dir, resume=resume is not None, num_ranks=None) as run:
         if is_finished(run.run_dir, run.job):
@@ -107,6 +107,24 @@ def _train(job_file: str | None, overrides: Sequence[str], resume: str | None) -
         _require_steps_left(run.run_dir, run.job)
         announce(run)
         return _supervised(run, began), run_dir
+
+
+def _as_guarded_rank(job: Job, run_dir: Path, ranks: ExternalRanks, *, resume: bool) -> int:
+    end = fork_guarded(ranks.mine.rank, run_dir)  # before torch is imported: the guard needs none of it
+    from phalanx.cli._external import train_as_rank
+
+    code = int(ExitCode.INTERNAL)
+    try:
+        code = int(train_as_rank(job, run_dir, ranks, resume=resume))
+    except PhalanxError as error:
+        code = int(error.exit_code)
+        raise
+    except KeyboardInterrupt:
+        code = int(ExitCode.INTERRUPTED)
+        raise
+    finally:
+        end.tell(EndRecord(code))
+    return code
 
 
 def _resumed_job(resume: str, overrides: Sequence[str]) -> tuple[Path, Job]:

@@ -142,9 +142,9 @@ def _of_our_own_processes(end: AttemptEnd, run_dir: Path) -> Failure | None:
         cause="signal" if "killed" in how else "exit",
         step=place.step if place else 0,
         phase=place.phase if place else "",
-        summary=f"{what} {how} {_where(place)}",
+        summary=f"{what} {how} {place_in_words(place)}",
         detail=f"{what} {how}",
-        report=f"{what} {how} {_where(place)}{_hint(how)}",
+        report=f"{what} {how} {place_in_words(place)}{_hint(how)}",
         signature=f"{what} {how}",
         exit_code=ExitCode.INTERNAL,
         restartable=True,
@@ -169,7 +169,7 @@ def _from_phalanx_error(rank: int, report: ErrorReport, place: Place | None, end
 
 
 def _from_exception(rank: int, report: ErrorReport, place: Place | None, end: AttemptEnd) -> Failure:
-    summary = f"rank {rank} failed {_where(place)}"
+    summary = f"rank {rank} failed {place_in_words(place)}"
     lines = [f"{summary}:", report.traceback.rstrip(), *_others(rank, report, end)]
     return Failure(
         rank=rank,
@@ -190,11 +190,11 @@ def _from_absence(absence: Absence, end: AttemptEnd, run_dir: Path) -> Failure:
     """The others failed because they waited for this rank; it had said nothing, or came too late."""
     rank, places = absence.rank, _places(end, run_dir)
     place, log = places.get(rank), rank_log(run_dir, absence.rank, end.number)
-    summary = f"rank {rank} kept the others waiting {_where(place)}: {absence.why}"
+    summary = f"rank {rank} kept the others waiting {place_in_words(place)}: {absence.why}"
     by_place: dict[str, list[int]] = {}
     for other in sorted(end.records.keys() | end.exits.keys() | end.silent.keys()):
         if other != rank:
-            by_place.setdefault(_where(places.get(other)), []).append(other)
+            by_place.setdefault(place_in_words(places.get(other)), []).append(other)
     waited = [f"{_ranks(ranks)}: waited {where}" for where, ranks in by_place.items()]
     lines = [summary, *waited, *_stack(log), f"log: {log}"]
     return Failure(
@@ -230,7 +230,7 @@ def _from_exit(left: RankExit, place: Place | None, end: AttemptEnd, run_dir: Pa
 
 def _death(rank: int, cause: str, detail: str, place: Place | None, end: AttemptEnd, run_dir: Path) -> Failure:
     was = "was " if cause == "signal" else ""
-    summary = f"rank {rank} {was}{detail} {_where(place)}"
+    summary = f"rank {rank} {was}{detail} {place_in_words(place)}"
     left, log = end.exits.get(rank), rank_log(run_dir, rank, end.number)
     hint = _hint(detail) if cause == "signal" or rank in end.records else UNSAID
     lines = [summary + hint, *_last_words(left, log), *_others(rank, None, end), f"log: {log}"]
@@ -254,7 +254,8 @@ def _detected_s(rank: int, end: AttemptEnd) -> float:
     return left.detected_s if left is not None else 0.0
 
 
-def _where(place: Place | None) -> str:
+def place_in_words(place: Place | None) -> str:
+    """Step, phase and collective, as the end of a sentence."""
     if place is None or place.step < 1:
         return "before the first step"
     return f"at step {place.step} in {place.phase}" + (f" ({place.collective})" if place.collective else "")

@@ -1,0 +1,86 @@
+"""Under another launcher, which believes exit codes: a process above each rank that turns its record into one.
+
+`os._exit(0)` in user code would otherwise be a success to torchrun or srun. The guard is forked before torch is
+imported, hands on the signals that it gets, and when it is killed the kernel kills the rank.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+
+from phalanx.core.errors import ExitCode
+from phalanx.core.phases import read_black_box
+from phalanx.launch.end_record import EndReader, EndRecord, EndWriter, open_end_pipe
+from phalanx.launch.lifeline import arm_lifelines
+from phalanx.launch.paths import black_box
+from phalanx.launch.signals import signal_name
+from phalanx.launch.verdict import place_in_words
+
+_HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_BY_THE_TERMINAL = 0x80  # SI_KERNEL: Ctrl-C reaches the rank by itself
+
+
+def fork_guarded(rank: int, run_dir: Path) -> EndWriter:
+    """Go on as a child process, the rank, which is to say on the result how it ended. The caller's process becomes the
+    guard: it ends when the rank does, with a code that is no success unless the rank said that its work is done.
+    """
+    reader, write_end = open_end_pipe()
+    life_read, life_write = os.pipe()
+    watched = {*_HANDED_ON, signal.SIGCHLD}
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        reader.close()
+        os.close(life_write)
+        arm_lifelines([life_read], whole_group=False)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return EndWriter(write_end)
+    os.close(write_end)
+    os.close(life_read)
+    os._exit(_guard(pid, rank, run_dir, reader, watched))
+
+
+def _guard(pid: int, rank: int, run_dir: Path, reader: EndReader, watched: set[signal.Signals]) -> int:
+    record: EndRecord | None = None
+    while True:
+        told = signal.sigwaitinfo(watched)
+        if told.si_signo != signal.SIGCHLD:
+            if told.si_code != _BY_THE_TERMINAL:
+                os.kill(pid, told.si_signo)
+            continue
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if not ended:  # it was only stopped, or continued
+            continue
+        said = reader.read()
+        if said is not None:
+            record = EndRecord.from_json(said)
+        return _exit_code(rank, run_dir, os.waitstatus_to_exitcode(status), record)
+
+
+def _exit_code(rank: int, run_dir: Path, code: int, record: EndRecord | None) -> int:
+    """What the launcher is to believe; says why where the rank could not."""
+    if record is not None:
+        return record.code
+    box = black_box(run_dir, rank)
+    where = f" {place_in_words(read_black_box(box))}" if box.exists() else ""
+    if code < 0:
+        print(f"phalanx: rank {rank} was killed by {signal_name(-code)}{where}", file=sys.stderr, flush=True)
+        _die_of(-code)  # so that the launcher sees the signal, too
+    how = "by os._exit or C's exit, before the run was done"
+    print(f"phalanx: rank {rank} exited with code {code}{where} ({how})", file=sys.stderr, flush=True)
+    return int(ExitCode.INTERNAL)
+
+
+def _die_of(number: int) -> None:
+    if number != signal.SIGKILL:
+        signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the rank has left a core, if one is wanted
+    os.kill(os.getpid(), number)
