@@ -307,6 +307,13 @@ def test_sigterm_lets_the_ranks_save_and_leave(run: Run) -> None:
     assert not run.events(RankFailed)
 
 
+@pytest.mark.parametrize("code", [ExitCode.RUN_LOCKED, ExitCode.RESOURCES])
+def test_a_stop_that_is_refused_is_not_to_be_queued_again(run: Run, code: ExitCode) -> None:
+    on_tick = once(lambda: run.has("training-0-0", "training-1-0"), lambda: os.kill(os.getpid(), signal.SIGTERM))
+    outcome = run.supervise("refused_when_it_stops", payload={"code": int(code)}, on_tick=on_tick)
+    assert outcome == Outcome(int(code), "failed", "run: the last save is refused", 1)
+
+
 def test_sigterm_to_every_process_of_the_job_lets_the_ranks_save(run: Run) -> None:
     """As Slurm and systemd send it: the server and the store must not die of it."""
 

@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from phalanx.core.errors import DataError
+from phalanx.core.errors import DataError, ResourceError, RunLockedError
 from phalanx.core.phases import BlackBox, Phases
 from phalanx.launch.paths import black_box
 
@@ -229,6 +229,17 @@ def trains(payload: dict[str, Any]) -> int:
         time.sleep(0.005)
         phases.step += 1
     return int(told.read_text())
+
+
+def refused_when_it_stops(payload: dict[str, Any]) -> int:
+    """Asked to stop, finds that another job has the run by now, or that the disk is full."""
+    heard: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    at_step(payload, 1, "forward")
+    mark(payload, "training")
+    while not heard:
+        time.sleep(0.005)
+    raise {9: RunLockedError, 7: ResourceError}[payload["code"]]("the last save is refused", where="run")
 
 
 def stubborn(payload: dict[str, Any]) -> int:

@@ -23,6 +23,9 @@ from phalanx.launch.verdict import Failure, find_failure
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import Note, RankFailed, RanksStarted, RestartScheduled
 
+# A job that another one has taken over, or whose disk refuses, is not to be queued again: a person must act first.
+FINAL_WHILE_STOPPING = (ExitCode.RUN_LOCKED, ExitCode.RESOURCES)
+
 
 @dataclass(frozen=True)
 class LaunchSpec:
@@ -206,6 +209,9 @@ class _Supervisor:
             return self._leave(code, "stopped before the ranks had started; nothing is lost")
         if failure is not None and failure.step < 1 and failure.cause == "signal":
             return self._leave(code, "stopped before the first step; the last checkpoint, if any, stands")
+        if failure is not None and failure.exit_code in FINAL_WHILE_STOPPING:
+            self._emit_failure(failure)
+            return Outcome(int(failure.exit_code), "failed", failure.report, self._num_attempts)
         if failure is not None:
             return self._leave(code, f"failed while stopping; the last checkpoint stands\n{failure.report}")
         return self._leave(code, _late(end))
