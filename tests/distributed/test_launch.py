@@ -294,9 +294,22 @@ def test_a_rank_that_hangs_is_named_with_its_line(run: Run, how: str, line: str)
     assert line in (source[number - 1].strip(), source[number - 2].strip())
 
 
-def test_an_abort_because_of_another_rank_hides_neither_that_rank_nor_why(run: Run) -> None:
-    outcome = run.supervise("aborts_because_of_another", max_restarts=0)
-    assert "rank 1 exited with code 0 at step 12 in backward" in outcome.message.splitlines()[0]
+@pytest.mark.parametrize(
+    ("hangs", "words"),
+    [
+        (False, "rank 1 exited with code 0 at step 12 in backward"),
+        (True, "rank 1 kept the others waiting at step 12 in backward: its process was waiting for something else"),
+    ],
+)
+def test_an_abort_because_of_another_rank_does_not_hide_that_rank(run: Run, hangs: bool, words: str) -> None:
+    outcome = run.supervise("aborts_because_of_another", max_restarts=0, payload={"hangs": hangs})
+    assert words in outcome.message.splitlines()[0]
+
+
+def test_an_abort_says_why_however_much_came_after(run: Run) -> None:
+    outcome = run.supervise("aborts_because_of_another", num_ranks=1, max_restarts=0, payload={"hangs": False})
+    assert "rank 0 was killed by SIGABRT at step 12 in collective (all_reduce gradients)" in outcome.message
+    assert "Watchdog caught collective operation timeout" in outcome.message, "60 lines before the end"
 
 
 def test_sigterm_lets_the_ranks_save_and_leave(run: Run) -> None:

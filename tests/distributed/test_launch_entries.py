@@ -201,14 +201,17 @@ def waits_for_one(payload: dict[str, Any]) -> int:
 
 
 def aborts_because_of_another(payload: dict[str, Any]) -> int:
-    """Rank 1 leaves; NCCL's watchdog aborts the other one, earlier than anybody reports."""
-    at_step(payload, 12, "backward")
+    """Rank 1 leaves, or hangs if it `hangs`; NCCL's watchdog aborts the other one, earlier than anybody reports."""
+    phases = at_step(payload, 12, "backward")
     if rank() == 0:
+        phases.enter("collective", "all_reduce gradients")
         print("[rank0]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7) ran for 9 s", flush=True)
         print("a line\n" * 60, flush=True)
         mark(payload, "aborting")
         os.abort()
     wait_for(Path(payload["marks"]) / f"aborting-0-{attempt()}")
+    while payload["hangs"]:
+        signal.pause()
     wait_until_gone(json.loads((Path(payload["marks"]) / f"aborting-0-{attempt()}").read_text())["pid"])
     os._exit(0)
 

@@ -200,3 +200,24 @@ def test_the_box_can_be_read_after_kill_9(tmp_path: Path) -> None:
     place = read_black_box(tmp_path / "box")
     assert place is not None
     assert (place.step, place.phase, place.collective) == (41, "collective", "all_gather parameters")
+
+
+def test_the_black_box_tells_where_an_exception_was_raised_and_what_lies_behind(tmp_path: Path) -> None:
+    phases = Phases(BlackBox(tmp_path / "box"))
+    phases.step = 3
+
+    def told() -> tuple[str, str]:
+        place = read_black_box(tmp_path / "box")
+        assert place is not None
+        return place.phase, place.collective
+
+    with phases("backward"):
+        with phases("collective", "all_reduce gradients"):
+            assert told() == ("collective", "all_reduce gradients")
+        assert told() == ("backward", "")
+    with phases("collective", "all_reduce step facts"):
+        pass
+    assert told() == ("collective", ""), "this rank waits for nobody any more"
+    with contextlib.suppress(ValueError), phases("backward"), phases("collective", "all_reduce gradients"):
+        raise ValueError
+    assert told() == ("collective", "all_reduce gradients"), "where it was raised"

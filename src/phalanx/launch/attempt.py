@@ -213,9 +213,11 @@ class AttemptWatch:
         return CAUSE_WINDOW_S if self._is_cause_known() else SUSPECT_WINDOW_S
 
     def _is_cause_known(self) -> bool:
-        reports = self.end.reports
-        died = any(self.end.has_failed(rank) and rank not in reports for rank in self.end.exits)
-        return died or any(not report.secondary for report in reports.values())
+        """False, too, after an abort alone: NCCL's watchdog ends a process because of another one."""
+        end = self.end
+        silent_deaths = [end.exits[rank] for rank in end.exits if end.has_failed(rank) and rank not in end.reports]
+        died = any(left.signal != signal.SIGABRT for left in silent_deaths)
+        return died or any(not report.secondary for report in end.reports.values())
 
     def _next_deadline(self) -> float:
         return self._kill_at() if math.isinf(self._killed_at) else self._killed_at + KILL_PATIENCE_S

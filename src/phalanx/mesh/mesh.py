@@ -295,10 +295,11 @@ def _abandon_groups(device: torch.device) -> None:
 
     Destroying a group of NCCL waits for its kernels, and so for them; aborting does not. Gloo only closes its sockets.
     """
-    if device.type == "cuda":
-        dist.distributed_c10d._abort_process_group()
-    else:
-        dist.destroy_process_group()
+    with contextlib.suppress(Exception):  # the error that brought us here is the one to be seen
+        if device.type == "cuda":
+            dist.distributed_c10d._abort_process_group()
+        else:
+            dist.destroy_process_group()
 
 
 def _device_mesh(device: torch.device, layout: Layout, timeout_s: float) -> DeviceMesh:
