@@ -272,7 +272,7 @@ def _sample_text(job: Job, plan: Plan, mesh: Mesh, corpus: Corpus, trainer: Trai
             told=progress.tell if mesh.rank == 0 else lambda num_done: None,
         )
         text = TextGenerated(step, tokenizer.decode(prompt), tokenizer.decode(tokens))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # A model that returns no logits says so itself, in the same words on every rank.
         why = str(error) if isinstance(error, TypeError) else f"{type(error).__name__}: {error}"
         trainer.bus.emit(Note("no_sample", {"why": why.partition("\n")[0]}))
