@@ -23,6 +23,8 @@ JOB = (
 )
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "phalanx")
 
+LONG_WAYS, THEIR_LONG_WAYS = ("sys.exit 0", "C 75"), ("sys.exit 0", "interrupt")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -42,7 +44,7 @@ def train(folder: Path, name: str, leave: str, *keys: str) -> tuple[Done, list[R
     return done, failures
 
 
-@pytest.mark.parametrize("how", ["os._exit 0", "sys.exit 0", "C 75"])
+@pytest.mark.parametrize("how", ["os._exit 0", *(pytest.param(how, marks=pytest.mark.long) for how in LONG_WAYS)])
 def test_all_ranks_that_leave_in_training_have_crashed(folder: Path, how: str) -> None:
     done, failures = train(folder, f"all {how}", f"01,6,{how}", "resilience.max_restarts=1")
     assert done.code == 10, done.err
@@ -57,6 +59,7 @@ def test_one_rank_that_leaves_is_the_one_that_is_named(folder: Path) -> None:
     assert "user_code_leaving.py" in done.err, "the line that called it"
 
 
+@pytest.mark.long
 def test_a_leave_in_the_first_step_and_in_the_last_evaluation(folder: Path) -> None:
     done, failures = train(folder, "first", "0,1,os._exit 0", "resilience.max_restarts=0")
     assert done.code == 10, done.err
@@ -74,7 +77,7 @@ def test_an_error_is_told_although_the_groups_cannot_be_destroyed(folder: Path) 
     assert (folder / "blocked" / "logs" / "rank-0001-attempt-00.error.json").exists()
 
 
-@pytest.mark.parametrize("how", ["os._exit 0", "sys.exit 0", "interrupt"])
+@pytest.mark.parametrize("how", ["os._exit 0", *(pytest.param(how, marks=pytest.mark.long) for how in THEIR_LONG_WAYS)])
 def test_another_launcher_is_not_told_that_the_run_is_done(folder: Path, how: str) -> None:
     keys = [key for key in JOB if key != "parallel.ranks=2"]
     name = f"torchrun {how}"
