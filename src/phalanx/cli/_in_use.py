@@ -16,7 +16,7 @@ def refuse_run_in_use(job_file: str | None, overrides: Sequence[str], resume: st
 
     Raises JobError for a job that cannot be loaded. Ranks of another launcher share one lock: only the leader takes it.
     """
-    if external_ranks(os.environ) is not None:
+    if external_ranks(dict(os.environ)) is not None:  # a copy: asking writes what it finds into the environment
         return
     run_dir = resume if resume is not None else load_job(job_file, overrides).run.dir
     if run_dir:
