@@ -39,6 +39,7 @@ from phalanx.job.rate import resolved_optim
 from phalanx.job.schema import Job
 from phalanx.launch.paths import black_box
 from phalanx.launch.rank_env import read_rank_env
+from phalanx.mesh.event_clock import clock_of
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.mesh.rendezvous import RENDEZVOUS_S, SUPERVISED_RENDEZVOUS_S
 from phalanx.nn.build import build_model, build_objective
@@ -127,6 +128,7 @@ def _train(run: RankRun, bus: Bus, phases: Phases, meter: MemoryMeter, stop: Sto
         "rendezvous_s": job.resilience.rendezvous_s or (SUPERVISED_RENDEZVOUS_S if store is None else RENDEZVOUS_S),
     }
     with open_mesh(plan.layout, device=plan.device, store=store, **limits) as mesh, _reported(run):
+        phases.time_by(clock_of(mesh.device))
         corpus = load_corpus(run_dir / "data")
         mesh.require_agreement(
             {

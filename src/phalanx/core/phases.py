@@ -1,7 +1,8 @@
 """`phase(name)`: the one seam through which spans, faults, guards and progress reach the step loop.
 
-A `Phases` object belongs to one rank. `with phases("forward"): ...` charges the wall-clock seconds inside to
-"forward", minus those of phases nested in it, so that the phases of a step never count a second twice. Listeners
+A `Phases` object belongs to one rank. `with phases("forward"): ...` charges the seconds inside to "forward", minus
+those of phases nested in it, so that the phases of a step never count a second twice. Seconds are those of a `Clock`:
+the host's where work is done when its call returns, that of the device's queue where it is only queued then. Listeners
 (fault injection, a watchdog) are called on entry. Step, phase and collective are also written to a small
 memory-mapped black box that another process can read after this one was stopped or killed.
 """
@@ -11,10 +12,11 @@ from __future__ import annotations
 import mmap
 import struct
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 # What a step's seconds are charged to; "optimizer" includes the gradients' norm and clipping, "pipeline" is waiting for
 # another stage: the bubble as this rank sees it. Another name is a bug.
@@ -35,6 +37,42 @@ PHASES = (
 )
 
 Listener = Callable[[int, str], None]
+
+_MOST_QUEUED = 4096  # marks whose seconds nobody takes, as in a loop that is not the trainer's
+
+
+class Clock(Protocol):
+    """What phases are timed by. A mark is a moment as the clock knows it: with `is_late` one that may still lie ahead,
+    behind work that is queued and not done."""
+
+    is_late: bool
+
+    def mark(self) -> Any:
+        """Mark the moment between all work that was given before and all that comes after. Waits for nothing."""
+        ...
+
+    def seconds(self, begin: Any, end: Any) -> float | None:
+        """From one mark to a later one; None where that moment has not come yet."""
+        ...
+
+    def wait(self, mark: Any) -> None:
+        """Until the moment of a mark has come."""
+        ...
+
+
+class HostClock:
+    """The host's own time: right where work is done when the call that asks for it returns."""
+
+    is_late = False
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
+
+    def wait(self, mark: float) -> None:
+        pass
 
 
 class BlackBox:
@@ -101,21 +139,33 @@ def _text(raw: bytes) -> str:
 class Phases:
     """Times the phases of one rank and tells listeners where it is. `take()` returns and clears the seconds."""
 
-    def __init__(self, black_box: BlackBox | None = None, listeners: tuple[Listener, ...] = ()) -> None:
+    def __init__(
+        self, black_box: BlackBox | None = None, listeners: tuple[Listener, ...] = (), clock: Clock | None = None
+    ) -> None:
         self.step = 0
+        self.clock: Clock = clock or HostClock()
         self._black_box = black_box
         self._listeners = listeners
         self._seconds: dict[str, float] = {}
         self._stack: list[tuple[str, str]] = []
-        self._since = 0.0
+        self._since: Any = 0.0
+        self._queued: deque[tuple[str, Any, Any]] = deque()  # phases whose end may still lie ahead
 
     def beside(self, step: int) -> Phases:
-        """For another thread of this rank, at work on `step`: the same listeners, seconds of its own. The black box
-        goes on telling where training is.
+        """For another thread of this rank, at work on `step`: the same listeners, seconds of its own by the host's
+        clock. The black box goes on telling where training is.
         """
         found = Phases(None, self._listeners)
         found.step = step
         return found
+
+    def time_by(self, clock: Clock) -> None:
+        """Use another clock from now on; open phases go on."""
+        if self._stack:
+            self._charge(self.clock.mark())
+        self._settle(wait=True)
+        self.clock = clock
+        self._since = clock.mark()
 
     @contextmanager
     def __call__(self, name: str, collective: str = "") -> Iterator[None]:
@@ -133,7 +183,7 @@ class Phases:
     def enter(self, name: str, collective: str = "") -> None:
         """Begin a phase; the enclosing one stops counting. For places where a `with` cannot stand (hooks)."""
         assert name in PHASES, name
-        now = time.perf_counter()
+        now = self.clock.mark()
         if self._stack:
             self._charge(now)
         self._stack.append((name, collective))
@@ -150,16 +200,30 @@ class Phases:
             self._black_box.write(self.step, *(self._stack[-1] if self._stack else (name, "")))
 
     def _close(self, name: str) -> None:
-        now = time.perf_counter()
+        now = self.clock.mark()
         assert any(name == open_name for open_name, _ in self._stack), (name, self._stack)
         self._charge(now)
         while self._stack.pop()[0] != name:
             pass
         self._since = now
 
-    def _charge(self, now: float) -> None:
-        name = self._stack[-1][0]
-        self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
+    def _charge(self, now: Any) -> None:
+        """To the innermost phase, what has passed since the last mark."""
+        self._queued.append((self._stack[-1][0], self._since, now))
+        if not self.clock.is_late or len(self._queued) >= _MOST_QUEUED:
+            self._settle()
+
+    def _settle(self, *, wait: bool = False) -> None:
+        """Turn marks into seconds, as far as their moments have come; `wait`: all of them."""
+        if wait and self._queued:
+            self.clock.wait(self._queued[-1][2])
+        while self._queued:
+            name, begin, end = self._queued[0]
+            seconds = self.clock.seconds(begin, end)
+            if seconds is None:
+                break
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+            self._queued.popleft()
 
     @property
     def current(self) -> str:
@@ -169,20 +233,28 @@ class Phases:
     def apart(self) -> Iterator[dict[str, float]]:
         """For what is no part of a step (an evaluation between two): its seconds go to the dict that is yielded, when
         it ends, and what was charged before stays as it was."""
-        before = self.take()
+        before = self._taken(wait=True)
         inside: dict[str, float] = {}
         try:
             yield inside
         finally:
-            inside.update(self.take())
+            inside.update(self._taken(wait=True))
             for name, seconds in before.items():
                 self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def take(self) -> dict[str, float]:
-        """Seconds per phase since the last `take`; open phases are charged up to now."""
+        """Seconds per phase since the last `take`; open phases are charged up to now.
+
+        Of a clock that is late, those of work that is done by now: the rest comes with the next `take`. So nothing is
+        waited for, and over steps that each wait for their device once, each has the seconds from wait to wait.
+        """
+        return self._taken(wait=False)
+
+    def _taken(self, *, wait: bool) -> dict[str, float]:
         if self._stack:
-            now = time.perf_counter()
+            now = self.clock.mark()
             self._charge(now)
             self._since = now
+        self._settle(wait=wait)
         taken, self._seconds = self._seconds, {}
         return taken

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -107,8 +106,8 @@ class ParallelModel:
         self._sent_tp_bytes = 0.0  # of the step under way
         self.step = 0
         """The last one that was begun."""
-        self.finished_at = 0.0
-        """`time.perf_counter` when this rank left the reduction of the last step, as all do at about one time."""
+        self.finished_at: Any = 0.0
+        """Mark of `phases.clock` when this rank left the reduction of the last step, as all do at about one time."""
         self._drawing = Drawing(self.module, piece)
         # Gradients are reduced after division by this constant; finish_step applies the exact token factor.
         self._constant = float(piece.plan.targets_per_rank)
@@ -134,7 +133,7 @@ class ParallelModel:
     def pipeline_spans(self) -> list[Span] | None:
         """(action, begin, end) of what this rank computed in the last step, without waiting; None: no pipeline.
 
-        perf_counter seconds of the host: on a GPU an action ends when its work is queued.
+        Begin and end are marks of `phases.clock`: seconds of the host's perf_counter, or events on a GPU.
         """
         return None if self._run is None else self._run.spans
 
@@ -437,7 +436,7 @@ class ParallelModel:
         with self.phases("collective", "all_reduce step facts"):
             self.mesh.all_reduce_sum(vector)
             loss_sum, num_targets, total_squares, *reduced = vector.tolist()
-            self.finished_at = time.perf_counter()
+            self.finished_at = self.phases.clock.mark()
         sent_bytes, scale = self._piece.traffic.take(), self.loss_scale
         if num_targets == 0:
             return StepFacts(0.0, 0, 0.0, True, tuple(reduced), sent_bytes, sent_tp_bytes)

@@ -7,7 +7,6 @@ long an action computed is noted, so that what remains of a step is waiting: the
 from __future__ import annotations
 
 import itertools
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,7 +31,8 @@ from phalanx.plan.pipeline.schedule import Action, Schedule
 Batch = Mapping[str, torch.Tensor]
 Forward = Callable[[Batch, Any], Any]
 """(microbatch, objective) -> hidden states; of the last stage what the objective returns."""
-Span = tuple[str, float, float]
+Span = tuple[str, Any, Any]
+"""(action, begin, end): marks of the clock of phases."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Kept:
 
 @dataclass
 class PipelineRun:
-    """One rank's part. `spans`: (action, begin, end) of the last step in perf_counter seconds, without waiting.
+    """One rank's part. `spans`: the actions of the last step, without waiting for messages.
 
     `most_held`: microbatches of each own stage that were held at once, over all steps; `stage_bytes`: what autograd
     kept of one microbatch, where it was counted. `sent_bytes`: to other ranks, of the last step.
@@ -154,10 +154,11 @@ class PipelineRun:
 
     @contextmanager
     def _timed(self, action: Action, phase: str) -> Iterator[None]:
-        began = time.perf_counter()
+        clock = self.piece.phases.clock
+        began = clock.mark()
         with self.piece.phases(phase, str(action)):
             yield
-        self.spans.append((str(action), began, time.perf_counter()))
+        self.spans.append((str(action), began, clock.mark()))
 
     def _do_forward(
         self,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import psutil
 
 from phalanx.core.errors import EnvironmentProblem
+from phalanx.plan.nvidia import visible_gpus
 
 
 @dataclass(frozen=True)
@@ -33,12 +32,17 @@ class Cluster:
 def detect_cluster(device: str = "auto") -> Cluster:
     """This machine's GPUs if it has any (and `device` is not "cpu"), else its CPU cores.
 
-    Raises EnvironmentProblem (exit 6) if GPUs are asked for and there are none.
+    Raises EnvironmentProblem (exit 6) if GPUs are asked for and there are none, or if there is a driver and it cannot
+    be learned which GPUs it has.
     """
-    if device != "cpu" and (gpus := _query_gpus()):
-        return Cluster("cuda", len(gpus), min(memory for _, memory in gpus), gpus[0][0])
+    if device != "cpu" and (gpus := visible_gpus()):
+        # CUDA shows a process one MIG slice, however many there are.
+        gpus = gpus[:1] if gpus[0].uuid.startswith("MIG-") else gpus
+        return Cluster("cuda", len(gpus), min(gpu.memory_bytes for gpu in gpus), gpus[0].name)
     if device == "cuda":
-        raise EnvironmentProblem("no GPU was found", why="nvidia-smi lists none", fix="use cluster.device=cpu")
+        why = "CUDA_VISIBLE_DEVICES hides them all" if "CUDA_VISIBLE_DEVICES" in os.environ else ""
+        why = why or "neither NVML nor nvidia-smi lists one"
+        raise EnvironmentProblem("no GPU was found", why=why, fix="use cluster.device=cpu")
     return Cluster("cpu", _usable_cores(), _host_memory())
 
 
@@ -62,34 +66,6 @@ def _host_memory() -> int:
 
 
 def compute_capability() -> tuple[int, int] | None:
-    """Of the least able GPU here; None where nvidia-smi does not say."""
-    found = [line.strip().split(".") for line in _nvidia_smi("compute_cap")]
-    return min(((int(major), int(minor)) for major, minor in found), default=None) if _are_numbers(found) else None
-
-
-def _are_numbers(found: list[list[str]]) -> bool:
-    return all(len(parts) == 2 and all(part.isdigit() for part in parts) for parts in found)
-
-
-def _nvidia_smi(what: str) -> list[str]:
-    """A line for each GPU; none where it cannot be asked."""
-    query = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
-    try:
-        return subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
-    except (OSError, subprocess.SubprocessError):
-        return []
-
-
-def _query_gpus() -> list[tuple[str, int]]:
-    """(name, bytes) of each visible NVIDIA GPU, through nvidia-smi; empty where there is none."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    gpus = []
-    for line in _nvidia_smi("name,memory.total"):
-        name, _, mebibytes = line.rpartition(",")
-        if mebibytes.strip().isdigit():
-            gpus.append((name.strip(), int(mebibytes) * 2**20))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        gpus = gpus[: len([part for part in visible.split(",") if part.strip() not in ("", "-1")])]
-    return gpus
+    """Of the least able GPU here; None where nobody says."""
+    found = [gpu.capability for gpu in visible_gpus()]
+    return min(found) if found and (0, 0) not in found else None

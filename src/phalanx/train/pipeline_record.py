@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from phalanx.core.phases import Clock
 from phalanx.mesh.mesh import Mesh
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import PipelineMeasured
@@ -32,8 +33,7 @@ def is_recorded(step: int, last_step: int) -> bool:
 def record_pipeline(step: int, last_step: int, model: ParallelModel, bus: Bus) -> None:
     """After a step: gather its spans and say them, where there is a pipeline and the step is one that is recorded.
 
-    Collective at these steps. Spans are host times: on a GPU those at which work was handed over, not those at which it
-    was done, unless something waited for it.
+    Collective at these steps. Spans are of the clock that phases are timed by: on a GPU that of its events.
     """
     if model.plan.pipeline is None or not is_recorded(step, last_step):
         return
@@ -48,7 +48,21 @@ def _of_this_rank(model: ParallelModel) -> dict[str, Any] | None:
     """One rank speaks for all that compute the same stages: ranks are in the order of the pipeline, then."""
     if not speaks_for_stage(model.mesh):
         return None
-    return {"clock": _clock(), "zero_s": model.finished_at, "spans": model.pipeline_spans or []}
+    return spans_of_rank(model.phases.clock, model.finished_at, model.pipeline_spans or [], model.mesh.rank)
+
+
+def spans_of_rank(clock: Clock, zero: Any, spans: Sequence[tuple[str, Any, Any]], rank: int) -> dict[str, Any]:
+    """What a rank tells: its spans in seconds, the moment `zero` on the same scale, and whose clock that is.
+
+    Events of a GPU have seconds only between each other: there `zero`, which comes after all spans, is 0.
+    """
+    if not clock.is_late:
+        return {"clock": _clock(), "zero_s": zero, "spans": list(spans)}
+    clock.wait(zero)
+    before = [(action, clock.seconds(begin, zero), clock.seconds(end, zero)) for action, begin, end in spans]
+    told = [(action, -begin, -end) for action, begin, end in before if begin is not None and end is not None]
+    assert len(told) == len(spans), "a step whose reduction is done has done its actions"
+    return {"clock": f"the device of rank {rank}", "zero_s": 0.0, "spans": told}
 
 
 def speaks_for_stage(mesh: Mesh) -> bool:
@@ -59,9 +73,9 @@ def speaks_for_stage(mesh: Mesh) -> bool:
 def on_one_clock(told: Sequence[dict[str, Any]]) -> list[list[tuple[str, float, float]]]:
     """Spans by rank, with one zero.
 
-    On one machine `time.perf_counter` is one clock for all processes, and is taken as it is. Those of several machines
-    have nothing in common: there each rank's zero is when it left the reduction that ended the step, which all ranks
-    leave at about the same time (within one trip of a message).
+    On one machine `time.perf_counter` is one clock for all processes, and is taken as it is. Those of several machines,
+    and the events of several GPUs, have nothing in common: there each rank's zero is when it left the reduction that
+    ended the step, which all ranks leave at about the same time (within one trip of a message).
     """
     is_one_clock = len({mine["clock"] for mine in told}) == 1
     return [

@@ -1,0 +1,50 @@
+"""The clock of a GPU: marks are events on its stream, so that phases are timed where their work is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from phalanx.core.phases import Clock, HostClock
+
+
+def clock_of(device: torch.device) -> Clock:
+    """What phases of work on `device` are timed by."""
+    return EventClock.on_stream(device) if device.type == "cuda" else HostClock()
+
+
+class EventClock:
+    """Marks are events behind all work that the stream of a computation was given before.
+
+    A host clock around queued work shows how long queueing took, and charges the work itself to the first line that
+    waits for the device. All marks are on one stream, also those that are made while another one is current: so the
+    seconds between them add up to that stream's time. It has not run on a GPU.
+    """
+
+    is_late = True
+
+    def __init__(self, record: Callable[[], Any]) -> None:
+        self._record = record
+
+    @classmethod
+    def on_stream(cls, device: torch.device) -> EventClock:
+        """For the stream that is current on `device` now."""
+        stream = torch.cuda.current_stream(device)
+
+        def record() -> torch.cuda.Event:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(stream)
+            return event
+
+        return cls(record)
+
+    def mark(self) -> Any:
+        return self._record()
+
+    def seconds(self, begin: Any, end: Any) -> float | None:
+        return begin.elapsed_time(end) / 1000 if end.query() else None
+
+    def wait(self, mark: Any) -> None:
+        mark.synchronize()

@@ -1,0 +1,187 @@
+"""Which NVIDIA GPUs this process may use: asked of NVML, else of nvidia-smi. Torch-free, and without beginning to use
+them. A machine that has a driver and gives no answer is never taken for one without GPUs."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import glob
+import importlib
+import os
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.core.errors import EnvironmentProblem
+
+PATIENCE_S = 60.0  # eight GPUs without persistence mode are woken one after the other
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU, or one MIG slice. `capability` is (0, 0) where nobody said."""
+
+    name: str
+    memory_bytes: int
+    uuid: str = ""
+    capability: tuple[int, int] = (0, 0)
+
+
+class _NoAnswer(Exception):
+    """Why somebody who may know of GPUs says nothing. `is_absent`: nothing there can be asked."""
+
+    def __init__(self, why: str, *, is_absent: bool = False) -> None:
+        super().__init__(why)
+        self.is_absent = is_absent
+
+
+def visible_gpus() -> tuple[Gpu, ...]:
+    """The GPUs that CUDA would show this process, in their order; none on a machine without.
+
+    Raises EnvironmentProblem (exit 6) where there is a driver and neither NVML nor nvidia-smi answers, or where
+    CUDA_VISIBLE_DEVICES names none of the GPUs that are there.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in ("", "-1"):
+        return ()
+    gpus = _all_gpus(os.environ.get("PATH", ""))
+    if visible is None or not gpus:
+        return gpus
+    chosen = _chosen(gpus, visible.split(","))
+    if not chosen:
+        raise EnvironmentProblem(
+            f"CUDA_VISIBLE_DEVICES is {visible!r}, which names none of the {len(gpus)} GPUs here",
+            fix="unset it, or set cluster.device=cpu",
+        )
+    return chosen
+
+
+@functools.cache
+def _all_gpus(path: str) -> tuple[Gpu, ...]:
+    """`path` is where nvidia-smi is looked for. Asked once: an answer can take many seconds."""
+    silences = []
+    for ask in (_ask_nvml, _ask_nvidia_smi):
+        try:
+            return ask()
+        except _NoAnswer as silence:
+            silences.append(silence)
+    sign = _sign_of_gpus()
+    if sign is None and all(silence.is_absent for silence in silences):
+        return ()
+    raise EnvironmentProblem(
+        f"{sign or 'nvidia-smi'} is here, and its GPUs cannot be asked for",
+        why="; ".join(map(str, silences)),
+        fix="pip install 'phalanx[gpu]' and run nvidia-smi to see what it says, or set cluster.device=cpu",
+    )
+
+
+def _sign_of_gpus() -> str | None:
+    nodes = sorted(glob.glob("/dev/nvidia[0-9]*"))
+    if nodes:
+        return nodes[0]
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    return "NVIDIA's driver (libcuda.so.1)"
+
+
+def _ask_nvml() -> tuple[Gpu, ...]:
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+    except ImportError:
+        raise _NoAnswer("nvidia-ml-py is not installed", is_absent=True) from None
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        absent = getattr(nvml, "NVML_ERROR_LIBRARY_NOT_FOUND", 12), getattr(nvml, "NVML_ERROR_DRIVER_NOT_LOADED", 9)
+        code = getattr(error, "value", None)
+        raise _NoAnswer(f"NVML says: {error}", is_absent=code in absent) from None
+    try:
+        gpus: list[Gpu] = []
+        for index in range(nvml.nvmlDeviceGetCount()):
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            capability = tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle))
+            gpus += [_gpu_of(nvml, part, capability) for part in _parts(nvml, handle)]
+        return tuple(gpus)
+    except nvml.NVMLError as error:
+        raise _NoAnswer(f"NVML says: {error}") from None
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _parts(nvml: Any, handle: Any) -> list[Any]:
+    """The GPU, or its MIG slices where it is cut into some: CUDA does not show the whole one then."""
+    try:
+        is_cut = nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE
+    except nvml.NVMLError:  # not of a kind that can be cut
+        return [handle]
+    if not is_cut:
+        return [handle]
+    found = []
+    for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        try:
+            found.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))
+        except nvml.NVMLError:  # no slice has this number
+            continue
+    return found
+
+
+def _gpu_of(nvml: Any, handle: Any, capability: tuple[int, int]) -> Gpu:
+    name, uuid = nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetUUID(handle)
+    try:  # the second version knows what the driver keeps for itself
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
+        usable = memory.total - memory.reserved
+    except (nvml.NVMLError, AttributeError, TypeError):
+        usable = nvml.nvmlDeviceGetMemoryInfo(handle).total
+    return Gpu(_text(name), int(usable), _text(uuid), capability)
+
+
+def _text(found: Any) -> str:
+    return found.decode() if isinstance(found, bytes) else str(found)
+
+
+def _ask_nvidia_smi() -> tuple[Gpu, ...]:
+    fields = "name,memory.total,uuid,compute_cap,mig.mode.current"
+    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, errors="replace", timeout=PATIENCE_S)
+    except FileNotFoundError:
+        raise _NoAnswer("there is no nvidia-smi", is_absent=True) from None
+    except OSError as error:
+        raise _NoAnswer(f"nvidia-smi cannot be run: {error.strerror}") from None
+    except subprocess.TimeoutExpired:
+        raise _NoAnswer(f"nvidia-smi did not answer in {PATIENCE_S:g} s") from None
+    said = " ".join((done.stdout + done.stderr).split())[:120]
+    if "no devices were found" in said.lower():
+        return ()
+    if done.returncode != 0:  # an image that has it, on a machine without a driver
+        raise _NoAnswer(f"nvidia-smi says: {said or f'exit code {done.returncode}'}", is_absent=True)
+    return tuple(_from_line(line) for line in done.stdout.splitlines() if line.strip())
+
+
+def _from_line(line: str) -> Gpu:
+    parts = [part.strip() for part in line.rsplit(",", 4)]
+    if len(parts) != 5 or not parts[1].isdigit():
+        raise _NoAnswer(f"nvidia-smi says {line.strip()[:80]!r} of a GPU")
+    name, mebibytes, uuid, capability, mig = parts
+    if mig == "Enabled":
+        raise _NoAnswer(f"{name} is cut into MIG slices, whose memory nvidia-smi does not list")
+    major, _, minor = capability.partition(".")
+    known = (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
+    return Gpu(name, int(mebibytes) * 2**20, uuid, known)
+
+
+def _chosen(gpus: Sequence[Gpu], names: Sequence[str]) -> tuple[Gpu, ...]:
+    """As CUDA reads the list: numbers or beginnings of UUIDs, up to the first that is nobody's."""
+    found: list[Gpu] = []
+    for name in map(str.strip, names):
+        if name.isdigit():
+            gpu = gpus[int(name)] if int(name) < len(gpus) else None
+        else:
+            gpu = next((gpu for gpu in gpus if name and gpu.uuid.startswith(name)), None)
+        if gpu is None or any(gpu is one for one in found):
+            break
+        found.append(gpu)
+    return tuple(found)
