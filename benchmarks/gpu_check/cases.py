@@ -95,5 +95,7 @@ SYSTEMS = (
     System("Lightning Fabric", "gpu_check.systems.fabric", 120),
     System("ring attention", "gpu_check.systems.ring_attention", 60, is_trainer=False),
     System("grouped matmul", "gpu_check.systems.grouped_matmul", 60, is_trainer=False),
+    System("same results", "gpu_check.systems.same_results", 60, is_trainer=False),
+    System("save and resume", "gpu_check.systems.save_and_resume", 90, is_trainer=False),
     System(FP8, "gpu_check.systems.phalanx_fp8", 120),
 )

@@ -89,13 +89,14 @@ def _run_all(
 
 def _environment(site: Path, folder: Path, device: str) -> dict[str, str]:
     """Carried wheels, then this repository's phalanx, then what is installed; one GPU, of however many. Compiled
-    kernels are shared: all trainers compile the same blocks."""
+    kernels and initial weights are shared: all trainers begin with the same blocks and numbers."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     one = {"OMP_NUM_THREADS": "1"} if device == "cpu" else {"CUDA_VISIBLE_DEVICES": first}
     inherited = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     path = os.pathsep.join([str(site), str(ROOT / "src"), *inherited])
     offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
+    cache["GPU_CHECK_WEIGHTS"] = str(folder / "initial-weights.pt")
     return {**os.environ, **offline, **cache, **one, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 

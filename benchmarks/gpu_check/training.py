@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -45,10 +47,10 @@ def job_and_plan(case: Case, precision: str = "bf16") -> tuple[Job, Plan]:
             f"cluster.device={case.device}",
         ],
     )
-    return job, phalanx.make_plan(job, cluster=_cluster(case.device), num_ranks=1)
+    return job, phalanx.make_plan(job, cluster=cluster_of(case.device), num_ranks=1)
 
 
-def _cluster(device: str) -> Cluster:
+def cluster_of(device: str) -> Cluster:
     if device == "cpu":
         return detect_cluster("cpu")
     properties = torch.cuda.get_device_properties(0)
@@ -79,12 +81,26 @@ def build(case: Case) -> tuple[ModelWithLoss, dict[str, torch.Tensor]]:
     """(the model with phalanx's initial weights on the device, blocks compiled as phalanx does; the batch)."""
     job, plan = job_and_plan(case)
     module = ModelWithLoss(job, plan).to_empty(device=case.device)
-    with torch.no_grad():
-        module.model.initialize(module_shards(module.model)[0], job.run.seed)  # type: ignore[operator]
+    initialize(module.model, job.run.seed, case.device)
     if case.compile:
         for block in module.model.blocks:  # type: ignore[union-attr]
             block.compile()
     return module, batch_of(case, plan)
+
+
+def initialize(model: nn.Module, seed: int, device: str) -> None:
+    """phalanx's initial weights. Drawing a billion takes a core ten seconds: the first trainer of a check leaves them
+    for the others in the file that GPU_CHECK_WEIGHTS names."""
+    stored = Path(os.environ["GPU_CHECK_WEIGHTS"]) if "GPU_CHECK_WEIGHTS" in os.environ else None
+    if stored is not None and stored.exists():
+        model.load_state_dict(torch.load(stored, map_location=device, weights_only=True))
+        return
+    with torch.no_grad():
+        model.initialize(module_shards(model)[0], seed)  # type: ignore[operator]
+    if stored is not None:
+        partial = stored.with_suffix(".partial")  # a trainer can be killed in the middle
+        torch.save(model.state_dict(), partial)
+        partial.rename(stored)
 
 
 def adamw(module: nn.Module) -> torch.optim.Optimizer:

@@ -19,13 +19,18 @@ import torch
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from gpu_check import gpu, table  # noqa: E402
+from gpu_check import (  # noqa: E402
+    gpu,
+    table,
+    training,
+)
 from gpu_check.carried import fits, unpack  # noqa: E402
 from gpu_check.cases import BARE, CEILING, FP8, FULL, PHALANX, SYSTEMS, TINY, Case, System  # noqa: E402
 from gpu_check.children import Row, read_row, run_system  # noqa: E402
 from gpu_check.parity import compare  # noqa: E402
 from gpu_check.run import NO_GPU, WRONG, case_of, main, parse  # noqa: E402
-from gpu_check.systems import grouped_matmul, ring_attention  # noqa: E402
+from gpu_check.systems import grouped_matmul, ring_attention, same_results, save_and_resume  # noqa: E402
+from phalanx.core.errors import LayoutError  # noqa: E402
 from phalanx.parallel.cp_products import Running  # noqa: E402
 
 PRETENDERS = {
@@ -313,6 +318,77 @@ def test_grouped_products_are_the_loop_and_experts_off_by_one_are_seen(monkeypat
         "phalanx.mesh.grouped._ends", lambda counts: (counts.cumsum(0) - 1).clamp(min=0).to(torch.int32)
     )
     assert not measured(grouped_matmul)
+
+
+def test_each_grouped_case_is_repeated_in_dirty_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's grouped kernel does not write the gradients of experts without rows on some GPUs: after NaN they show."""
+    said: dict[str, Any] = {}
+    grouped_matmul.measure(TINY, said.update)
+    clean = [name for name in said["parity"] if not name.endswith(", in dirty memory")]
+    assert len(clean) == 4
+    assert set(said["parity"]) == {*clean, *(f"{name}, in dirty memory" for name in clean)}
+    by_groups, dirty = grouped_matmul._by_groups, []
+    monkeypatch.setattr(grouped_matmul, "dirty_memory", dirty.append)
+
+    def leaves_unwritten(*given: Any) -> dict[str, torch.Tensor]:
+        found = by_groups(*given)
+        if len(dirty) and 0 in given[3]:
+            found["grad matrices"][given[3].index(0)] = torch.nan
+        return found
+
+    monkeypatch.setattr(grouped_matmul, "_by_groups", leaves_unwritten)
+    grouped_matmul.measure(TINY, said.update)
+    assert not said["agrees"]
+
+
+def test_every_case_has_its_line_whatever_becomes_of_it() -> None:
+    def breaks(case: Case) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access\nand more")
+
+    def is_refused(case: Case) -> Any:
+        raise LayoutError("not here")
+
+    def differs(case: Case) -> Any:
+        return same_results.Found(0.5, 0.1, "bits of masks")
+
+    said: dict[str, Any] = {}
+    cases = {"breaks": breaks, "refused": is_refused, "differs": differs, "masks": same_results.compare_masks}
+    same_results.run_cases(cases, TINY, said.update)
+    assert not said["agrees"]
+    rows = said["parity"]
+    assert {name: row["agrees"] for name, row in rows.items()} == {
+        "breaks": False, "refused": True, "differs": False, "masks": True,
+    }  # fmt: skip
+    assert rows["breaks"]["worst"] == "RuntimeError: CUDA error: an illegal memory access"
+    row = {"system": "same results", "status": "measured", "why": "", "wall_s": 1.0, **said}
+    assert "wrong: breaks, differs" in table.line([row], row)
+    assert len(table.parity_table([row])) == 1 + len(cases)
+
+
+def test_results_are_the_same_on_this_device_and_another_mask_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: dict[str, Any] = {}
+    same_results.measure(TINY, said.update)
+    assert said["agrees"], said
+    assert set(said["parity"]) == set(same_results.CASES)
+    keep_mask = same_results.keep_mask
+    monkeypatch.setattr(same_results, "keep_mask", lambda *a, device, **k: keep_mask(*a, **k) ^ (device != "cpu"))
+    assert same_results.compare_masks(replace(TINY, device="meta")).error == 1.0
+
+
+def test_initial_weights_are_drawn_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPU_CHECK_WEIGHTS", str(tmp_path / "weights.pt"))
+    first, _ = training.build(TINY)
+    monkeypatch.setattr(training, "module_shards", None)  # nobody asks again
+    second, _ = training.build(TINY)
+    for (name, a), (_, b) in zip(first.named_parameters(), second.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.long
+def test_save_and_resume_on_a_cpu() -> None:
+    said: dict[str, Any] = {}
+    save_and_resume.measure(TINY, said.update)
+    assert said["agrees"], said
 
 
 @pytest.mark.long
