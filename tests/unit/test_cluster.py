@@ -18,7 +18,8 @@ from phalanx.plan import nvidia
 from phalanx.plan.cluster import compute_capability, detect_cluster
 nvidia.PATIENCE_S = float(sys.argv[2])
 try:
-    print(json.dumps([*dataclasses.astuple(detect_cluster(sys.argv[1])), compute_capability()]))
+    found = detect_cluster(sys.argv[1])
+    print(json.dumps([*dataclasses.astuple(found), compute_capability() if found.device == "cuda" else None]))
 except PhalanxError as error:
     print(json.dumps({"code": int(error.exit_code), "said": str(error)}))
 """
