@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from phalanx.mesh import mesh as mesh_module
 from phalanx.mesh.mesh import PIPELINE_VARIABLES, open_mesh
+from phalanx.mesh.rendezvous import join
 from phalanx.plan.layout import Layout
 from ranks import run_ranks
 
@@ -50,10 +51,7 @@ def look_at_groups(rank: int) -> list[Any]:
         init("gloo", **options)
 
     dist.init_process_group = look_and_init
-    store = dist.HashStore()
-    store.set("arrived/0", "1")
-    cuda = torch.device("cuda", 0)
-    mesh_module._join(store, 0, 1, cuda, timeout_s=20.0, rendezvous_s=20.0)
+    join(dist.HashStore(), 0, 1, torch.device("cuda", 0), timeout_s=20.0)
     return [*found, dist.group.WORLD.bound_device_id]
 
 
