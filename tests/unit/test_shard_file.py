@@ -255,7 +255,7 @@ def test_what_is_no_plain_file_is_not_waited_for(tmp_path: Path, name: str) -> N
     directory = checkpoint(tmp_path / "c")
     (directory / name).unlink()
     os.mkfifo(directory / name)
-    assert any("not a plain file" in str(error) for error in verify_checkpoint(directory))
+    assert any("not a regular file" in str(error) for error in verify_checkpoint(directory))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import xxhash
 
+from phalanx.core.files import open_regular
+
 CHUNK_BYTES = 4 << 20
 
 
@@ -28,7 +30,7 @@ class StoredFile:
     def of(cls, path: Path) -> StoredFile:
         """What a file that is there holds now. Raises OSError."""
         digests = ChunkDigests()
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             while data := file.read(CHUNK_BYTES):
                 digests.update(data)
         return digests.stored()

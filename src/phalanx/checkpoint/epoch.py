@@ -11,7 +11,7 @@ from pathlib import Path
 
 from phalanx.core.disk import Disk, write_bytes_durably
 from phalanx.core.errors import CheckpointError
-from phalanx.core.files import resource_error
+from phalanx.core.files import read_regular, resource_error
 
 EPOCH = "epoch"
 
@@ -20,7 +20,7 @@ def read_epoch(run_dir: Path) -> int:
     """The epoch of the job that took the run last; 0 if none counted. Raises CheckpointError for a damaged file."""
     path = run_dir / EPOCH
     try:
-        return int(path.read_text(encoding="ascii"))
+        return int(read_regular(path, 100).decode("ascii"))
     except FileNotFoundError:
         return 0
     except (OSError, ValueError) as error:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-STEP_NAME = re.compile(r"step-(\d+)")
+from phalanx.core.files import MANIFEST_BYTES, open_regular, read_regular
+
+STEP_NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")  # as a save writes it: "step-06" is a copy of somebody's
 
 
 class RangeReader(Protocol):
@@ -81,8 +81,7 @@ class LocalFolder:
         return str(self.path / name)
 
     def read(self, name: str) -> bytes:
-        with open(_open_plain(self.path / name), "rb") as file:
-            return file.read()
+        return read_regular(self.path / name, MANIFEST_BYTES)
 
     def open(self, name: str) -> RangeReader:
         return _LocalReader(self.path / name)
@@ -93,7 +92,8 @@ class LocalFolder:
 
 class _LocalReader:
     def __init__(self, path: Path) -> None:
-        self._fd = _open_plain(path)
+        self._file = open_regular(path, buffering=0)
+        self._fd = self._file.fileno()
 
     @property
     def num_bytes(self) -> int:
@@ -108,16 +108,7 @@ class _LocalReader:
             done += count
 
     def close(self) -> None:
-        os.close(self._fd)
-
-
-def _open_plain(path: Path) -> int:
-    """A file for reading; OSError for anything else under its name, of which a pipe would be waited for without end."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise OSError(errno.EINVAL, "not a plain file", str(path))
-    return fd
+        self._file.close()
 
 
 def as_folder(place: Folder | Path) -> Folder:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
-import stat
 from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 import xxhash
 
 from phalanx.checkpoint.chunks import CHUNK_BYTES, StoredFile
+from phalanx.checkpoint.facts import LARGEST_COUNT, check_facts, count, degree, mapping, progress, text
 from phalanx.checkpoint.folder import STEP_NAME, Folder, LocalFolder, as_folder
 from phalanx.checkpoint.refusals import unreadable
 from phalanx.core.digest import canonical_json
@@ -22,6 +23,7 @@ from phalanx.core.errors import CheckpointError
 FORMAT = 2
 MANIFEST = "manifest.json"
 OPTIMIZER = "optim/"  # what the names of optimizer state begin with
+MAX_DIMS = 64
 REDUCTION = "comm/"  # and those of what compressing gradients keeps, which belongs to one layout
 
 
@@ -110,7 +112,7 @@ def read_manifest(place: Folder | Path) -> Manifest:
         raise unreadable(error, "the manifest cannot be read", path) from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError("the manifest cannot be read", where=path, why=str(error)) from None
-    if not isinstance(body, dict) or body.get("format") != FORMAT:
+    if not isinstance(body, dict) or type(body.get("format")) is not int or body["format"] != FORMAT:
         found = body.get("format") if isinstance(body, dict) else type(body).__name__
         raise CheckpointError(f"format {found!r} is not {FORMAT}", where=path, fix="use the release that wrote it")
     if body.get("xxh3") != found_xxh3:
@@ -120,7 +122,8 @@ def read_manifest(place: Folder | Path) -> Manifest:
     try:
         manifest = _parse(body)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError("the manifest is damaged", where=path, why=repr(error)) from None
+        why = str(error) if type(error) is ValueError else repr(error)
+        raise CheckpointError("the manifest is damaged", where=path, why=why) from None
     _require_own_step(folder, manifest)
     return manifest
 
@@ -170,25 +173,27 @@ def check_aliases(aliases: Mapping[str, Any], tensors: Container[str]) -> dict[s
 def _parse(body: Mapping[str, Any]) -> Manifest:
     tensors = {
         name: StoredTensor(
-            tuple(map(_count, t["shape"])),
-            str(t["dtype"]),
+            tuple(map(count, t["shape"])),
+            text(t["dtype"]),
             tuple(
                 Piece(
                     _file_name(p["file"]),
-                    str(p["key"]),
-                    tuple(map(_count, p["offset"])),
-                    tuple(map(_count, p["size"])),
-                    str(p.get("xxh3_128", "")),
+                    text(p["key"]),
+                    tuple(map(count, p["offset"])),
+                    tuple(map(count, p["size"])),
+                    text(p.get("xxh3_128", "")),
                 )
                 for p in t["pieces"]
             ),
         )
-        for name, t in body["tensors"].items()
+        for name, t in mapping(body["tensors"]).items()
     }
-    if body["chunk_bytes"] != CHUNK_BYTES:
+    if count(body["chunk_bytes"]) != CHUNK_BYTES:
         raise ValueError(f"chunks of {body['chunk_bytes']} bytes")
-    files = {_file_name(name): _stored_file(name, facts) for name, facts in body["files"].items()}
+    files = {_file_name(name): _stored_file(name, facts) for name, facts in mapping(body["files"]).items()}
     for name, tensor in tensors.items():
+        if len(tensor.shape) > MAX_DIMS or math.prod(tensor.shape) > LARGEST_COUNT:
+            raise ValueError(f"{name} is of {len(tensor.shape)} dimensions and {math.prod(tensor.shape)} elements")
         for piece in tensor.pieces:
             if piece.file not in files:
                 raise ValueError(f"{name} is in {piece.file}, which is not listed")
@@ -196,25 +201,19 @@ def _parse(body: Mapping[str, Any]) -> Manifest:
                 if not 0 <= offset <= offset + size <= length:
                     raise ValueError(f"{name} has a piece outside its shape {list(tensor.shape)}")
     return Manifest(
-        _count(body["step"]),
-        str(body["job_digest"]),
-        {str(axis): int(degree) for axis, degree in body["layout"].items()},
-        dict(body["facts"]),
+        progress(body["step"]),
+        text(body["job_digest"]),
+        {axis: degree(number) for axis, number in mapping(body["layout"]).items()},
+        check_facts(body["facts"]),
         tensors,
-        check_aliases(body["aliases"], tensors),
+        check_aliases(mapping(body["aliases"]), tensors),
         files,
-        _count(body.get("epoch", 0)),
+        count(body.get("epoch", 0)),
     )
 
 
-def _count(number: Any) -> int:
-    if type(number) is not int or number < 0:
-        raise ValueError(f"{number!r} is no count")
-    return number
-
-
 def _stored_file(name: str, facts: Mapping[str, Any]) -> StoredFile:
-    stored = StoredFile(_count(facts["num_bytes"]), str(facts["chunks_xxh3"]))
+    stored = StoredFile(count(facts["num_bytes"]), str(facts["chunks_xxh3"]))
     if not re.fullmatch(r"([0-9a-f]{16})*", stored.chunks_xxh3) or len(stored.chunks_xxh3) != 16 * stored.num_chunks:
         raise ValueError(f"{name} has {len(stored.chunks_xxh3)} digits of checksums for {stored.num_bytes} bytes")
     return stored
@@ -239,14 +238,15 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 def list_folders(root: Path) -> list[Path]:
     """Checkpoints in a directory, oldest first; none if it is not there.
 
-    A `step-N` was renamed into place as a whole, so that one without a manifest is damaged, and not unfinished. Raises
-    CheckpointError where it cannot be seen what is there: that is not the same as nothing.
+    A `step-N` was renamed into place as a whole, so that one without a manifest is damaged, and not unfinished: also a
+    file, a pipe or a link of that name, of which nobody knows what it was. Every verb takes these for the checkpoints
+    of a run. Raises CheckpointError where it cannot be seen what is there: that is not the same as nothing.
     """
     found = []
     try:
         for name in os.listdir(root):
             match = STEP_NAME.fullmatch(name)
-            if match and (_is_file(root / name / MANIFEST) or _is_directory(root / name)):
+            if match and _is_there(root / name):
                 found.append((int(match[1]), root / name))
     except FileNotFoundError:
         return []
@@ -255,18 +255,10 @@ def list_folders(root: Path) -> list[Path]:
     return [entry for _, entry in sorted(found)]
 
 
-def _is_directory(path: Path) -> bool:
-    """Also where a link leads to nothing any more."""
+def _is_there(path: Path) -> bool:
+    """Also a link that leads to nothing; not what is removed this moment. Raises OSError unless that is known."""
     try:
-        mode = os.lstat(path).st_mode
+        os.lstat(path)
     except FileNotFoundError:
         return False
-    return stat.S_ISDIR(mode) or stat.S_ISLNK(mode)
-
-
-def _is_file(path: Path) -> bool:
-    """Raises OSError unless that is known."""
-    try:
-        return stat.S_ISREG(os.stat(path).st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
+    return True

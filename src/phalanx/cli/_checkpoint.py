@@ -168,7 +168,7 @@ def _one(place: str) -> Folder:
     if not is_checkpoint(place):
         return _all_of(place)[-1]
     directory = local_directory(place) or (None if is_url(place) else Path(place))
-    if directory is not None and not directory.is_dir():
+    if directory is not None and not os.path.lexists(directory):
         _refuse_nowhere(place)
     return find_checkpoint(place)
 

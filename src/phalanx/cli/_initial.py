@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from phalanx.checkpoint.stores import find_checkpoint, is_url
 from phalanx.checkpoint.verify import require_whole_directory
 from phalanx.cli._origins import origin_of
 from phalanx.core.errors import CheckpointError
+from phalanx.core.files import read_json
 from phalanx.job.model import fixed_vocab_size, shape_of
 from phalanx.job.schema import Job, Model
 from phalanx.job.shape import ModelShape
@@ -107,7 +107,7 @@ def _differences(made_for: ModelShape, shape: ModelShape) -> tuple[str, ...]:
 def read_initial(run_dir: Path) -> Mapping[str, Any] | None:
     """What was decided for the run; None if it starts from random weights."""
     try:
-        found: dict[str, Any] = json.loads((run_dir / INIT).read_text(encoding="utf-8"))
+        found: dict[str, Any] = read_json(run_dir / INIT)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

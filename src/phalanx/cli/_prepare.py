@@ -22,7 +22,7 @@ from phalanx.cli._output import say
 from phalanx.cli._summary import summary_lines
 from phalanx.cli._tokens import find_tokens
 from phalanx.core.errors import CheckpointError, ExitCode, LayoutError, ResourceError, RunLockedError, UsageError
-from phalanx.core.files import open_run_directory, resource_error, write_bytes_atomic, write_json_atomic
+from phalanx.core.files import open_run_directory, read_regular, resource_error, write_bytes_atomic, write_json_atomic
 from phalanx.core.store_urls import local_directory
 from phalanx.data.corpus import MANIFEST, Corpus, verify_corpus
 from phalanx.data.prepare import prepare_corpus
@@ -175,7 +175,7 @@ def _hold_store(held: contextlib.ExitStack, directory: Path) -> None:
 def _facts_written(run_dir: Path, facts: dict[str, Any]) -> Iterator[None]:
     """Write the facts of a run. Those of an old one return if the body starts no training: it was refused after all."""
     paths = [run_dir / name for name in facts]
-    old = {path: path.read_bytes() for path in paths if path.exists()}
+    old = {path: read_regular(path) for path in paths if path.exists()}
     attempt = next_attempt(run_dir)
     try:
         for path, value in zip(paths, facts.values(), strict=True):

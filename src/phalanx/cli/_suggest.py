@@ -12,6 +12,7 @@ from phalanx.cli._arguments import split_arguments
 from phalanx.cli._json import print_json
 from phalanx.cli._verify import Request, verify
 from phalanx.core.errors import LayoutError, PhalanxError
+from phalanx.core.files import read_json
 from phalanx.core.registry import is_foreign
 from phalanx.data.prepare import prepare_corpus
 from phalanx.job.foreign import foreign_shape
@@ -77,7 +78,7 @@ def _look(job: Job) -> dict[str, Any]:
             if outcome.exit_code in (LayoutError.exit_code, 1):
                 raise LayoutError("no rules can be suggested", why=outcome.message)
             raise PhalanxError(outcome.message)
-        answer: dict[str, Any] = json.loads((run_dir / ANSWER).read_text())
+        answer: dict[str, Any] = read_json(run_dir / ANSWER)
         return answer
 
 

@@ -80,8 +80,14 @@ def make_directories(disk: Disk, path: Path) -> None:
 
 
 def remove_tree(disk: Disk, path: Path) -> None:
-    """Remove a directory and what is in it; nothing if it is not there. Raises OSError."""
+    """Remove a directory and what is in it, or what else has that name; nothing if it is not there. Raises OSError.
+
+    Of a link only the link goes: what it leads to is somebody else's.
+    """
     try:
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            disk.remove(path)
+            return
         entries = sorted(os.scandir(path), key=lambda entry: entry.name)
     except FileNotFoundError:
         return

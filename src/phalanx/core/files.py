@@ -6,10 +6,19 @@ import errno
 import json
 import os
 import re
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from phalanx.core.errors import PhalanxError, ResourceError, UsageError
+
+# How large a file of each kind may be before it is read into memory: ten times what anybody has seen, and no more.
+JSON_BYTES = 64 * 2**20  # job.json, plan.json, config.json, and what else a run keeps about itself
+MANIFEST_BYTES = 512 * 2**20  # of checkpoints and datasets: some 2 million pieces or shards
+TOKENIZER_BYTES = 256 * 2**20
+LINE_BYTES = 16 * 2**20  # one event
 
 SAFE_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -55,8 +64,90 @@ def write_json_atomic(path: Path, value: Any, *, durable: bool = True) -> None:
     write_bytes_atomic(path, text.encode(), durable=durable)
 
 
-def read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+def open_regular(path: Path | str, *, buffering: int = -1) -> BinaryIO:
+    """Open a regular file for reading. Raises OSError for anything else under its name, without waiting for it.
+
+    A pipe nobody writes to would be waited for without end, a device may have no end. What is looked at is the open
+    file: what the name leads to may be another file a moment later.
+    """
+    fd = _open(path, os.O_RDONLY)
+    try:
+        require_regular(os.fstat(fd).st_mode, path)
+        return open(fd, "rb", buffering=buffering)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def append_regular(path: Path | str) -> BinaryIO:
+    """Open a regular file to write at its end; it is made where there is none. Raises OSError as `open_regular` does,
+    so that a pipe under the name of a log does not stop whoever continues a run.
+    """
+    fd = _open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    try:
+        require_regular(os.fstat(fd).st_mode, path)
+        return open(fd, "a+b")
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def read_regular(path: Path | str, most_bytes: int = JSON_BYTES) -> bytes:
+    """All of a regular file. Raises OSError for anything else, and for more than `most_bytes`."""
+    with open_regular(path) as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        if num_bytes <= most_bytes:
+            content = file.read(most_bytes + 1)  # it may grow meanwhile
+            if len(content) <= most_bytes:
+                return content
+    raise OSError(errno.EINVAL, f"a file of its kind has at most {most_bytes:,} bytes", str(path))
+
+
+def bounded_lines(file: BinaryIO) -> Iterator[bytes]:
+    """The lines from where `file` stands. Where one is longer than an event can be, nothing more is read."""
+    while (line := file.readline(LINE_BYTES)) and len(line) < LINE_BYTES:
+        yield line
+
+
+@contextmanager
+def regular_path(path: Path | str) -> Iterator[str]:
+    """A name under which a library opens exactly the regular file that was looked at. Raises OSError."""
+    with open_regular(path) as file:
+        opened = f"/proc/self/fd/{file.fileno()}"
+        yield opened if os.path.exists(opened) else str(path)
+
+
+def _open(path: Path | str, flags: int) -> int:
+    try:
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # as a disk says it that is gone; but there is no disk
+            raise OSError(errno.EINVAL, "it is a socket, not a regular file", str(path)) from None
+        raise
+
+
+def require_regular(mode: int, path: Path | str) -> None:
+    """Raise OSError that says what `mode` of an open file is, if that is not a regular file."""
+    if stat.S_ISREG(mode):
+        return
+    if stat.S_ISDIR(mode):
+        raise OSError(errno.EISDIR, "it is a directory, not a regular file", str(path))
+    kinds = {stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
+    kind = kinds.get(stat.S_IFMT(mode), "something else")
+    raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
+
+
+def read_json(path: Path, most_bytes: int = JSON_BYTES) -> Any:
+    """What a regular file of JSON says. Raises OSError for what cannot be read, ValueError for what is no JSON."""
+    return parse_json(read_regular(path, most_bytes))
+
+
+def parse_json(text: bytes | str) -> Any:
+    """As `json.loads`, but nesting that is too deep is a ValueError, like everything else that is no JSON."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -88,7 +179,7 @@ def fix_of(error: OSError, path: Path | str, *, place: str = "run.dir") -> str |
 
 def resource_error(error: OSError, doing: str, path: Path | str, *, place: str = "run.dir") -> PhalanxError:
     """The PhalanxError for an OSError met while `doing` something with `path`, which the user chose as `place`."""
-    reason = os.strerror(error.errno) if error.errno else str(error)
+    reason = error.strerror or (os.strerror(error.errno) if error.errno else str(error))
     what = f"failed while {doing}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         what = f"no space left while {doing}"

@@ -11,7 +11,11 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
+from phalanx.core.files import append_regular
 from phalanx.core.secrets import Redactor, spans_by_place
+from phalanx.core.spellings import Spellings, spellings_of
+
+_WINDOW_BYTES, _OVERLAP_BYTES = 1 << 20, 1 << 16
 
 
 def redirect_output(path: Path, redactor: Redactor) -> None:
@@ -20,10 +24,9 @@ def redirect_output(path: Path, redactor: Redactor) -> None:
     What Python prints passes `redactor`. What C code and child processes print does not: see `blank_out`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-    for target in (1, 2):
-        os.dup2(log, target)
-    os.close(log)
+    with append_regular(path) as log:
+        for target in (1, 2):
+            os.dup2(log.fileno(), target)
     redact_streams(redactor)
 
 
@@ -77,8 +80,10 @@ def blank_out(path: Path, secrets: Iterable[str]) -> int:
     """
     if path.stat().st_size == 0:
         return 0
-    with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as content:
-        return sum(_blank_out_all(content, secret.encode()) for secret in secrets) + _blank_out_by_place(content)
+    with append_regular(path) as file, mmap.mmap(file.fileno(), 0) as content:
+        known = tuple(secrets)
+        num_places = sum(_blank_out_all(content, secret.encode()) for secret in known)
+        return num_places + _blank_out_spelled(content, spellings_of((known,))) + _blank_out_by_place(content)
 
 
 def _blank_out_all(content: mmap.mmap, secret: bytes) -> int:
@@ -87,6 +92,21 @@ def _blank_out_all(content: mmap.mmap, secret: bytes) -> int:
         content[at : at + len(secret)] = b"*" * len(secret)
         num_places += 1
         at = content.find(secret, at + len(secret))
+    return num_places
+
+
+def _blank_out_spelled(content: mmap.mmap, known: Spellings) -> int:
+    """Encoded, broken by line ends, or a piece: a window after the other, which overlap by more than a secret has."""
+    num_places = 0
+    for begin in range(0, len(content), _WINDOW_BYTES):
+        window = content[begin : begin + _WINDOW_BYTES + _OVERLAP_BYTES].decode("latin-1")  # a byte is a letter
+        for start, end in known.spans(window):
+            hidden = bytearray(b"*" * (end - start))
+            for at in range(start, end):
+                if window[at] == "\n":  # lines stay lines
+                    hidden[at - start] = 10
+            content[begin + start : begin + end] = bytes(hidden)
+            num_places += 1
     return num_places
 
 

@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from phalanx.core.files import append_regular, read_regular
+
 # What a step's seconds are charged to; "optimizer" includes the gradients' norm and clipping, "pipeline" is waiting for
 # another stage: the bubble as this rank sees it. Another name is a bug.
 PHASES = (
@@ -101,7 +103,8 @@ def _map_file(path: Path, num_bytes: int) -> mmap.mmap:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "w+b") as file:
+        with append_regular(path) as file:
+            file.truncate(0)
             file.write(bytes(num_bytes))
             file.flush()
             return mmap.mmap(file.fileno(), num_bytes)
@@ -121,7 +124,7 @@ class Place(NamedTuple):
 def read_black_box(path: Path) -> Place | None:
     """The last place a rank wrote, or None if it never wrote one."""
     try:
-        raw = path.read_bytes()
+        raw = read_regular(path, 1 << 16)
     except OSError:
         return None
     if len(raw) < BlackBox._HEAD.size:

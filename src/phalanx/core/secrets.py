@@ -6,18 +6,14 @@ A run directory is copied, shown and archived, so no secret may reach a file of 
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
-from urllib.parse import quote, quote_plus, unquote
 
+from phalanx.core.spellings import HIDDEN, MIN_LENGTH, Spellings, spellings_of
 from phalanx.core.url_secrets import Span, looks_random, parameter_spans, user_spans
-
-HIDDEN = "***"
-MIN_LENGTH = 8  # "1", "true" or "disabled" in place of a key must not blank out ordinary words
 
 _ENDINGS = (
     *("KEY", "KEYS", "TOKEN", "SECRET", "SECRETS", "PASSWORD", "PASSWORDS", "PASSWD", "PASSPHRASE"),
@@ -50,24 +46,23 @@ class Redactor:
         """`value` (of JSON's types) with `text` applied to every string in it, keys too."""
         return _cleaned(value, self._now())
 
-    def _now(self) -> re.Pattern[str] | None:
-        return _pattern(tuple(secret_values(self._environ).values()))
+    def _now(self) -> Spellings:
+        return spellings_of(tuple(secret_values(self._environ).values()))
 
 
-def _cleaned(value: Any, pattern: re.Pattern[str] | None) -> Any:
+def _cleaned(value: Any, known: Spellings) -> Any:
     if isinstance(value, str):
-        return _hidden(value, pattern)
+        return _hidden(value, known)
     if isinstance(value, dict):
-        return {_cleaned(key, pattern): _cleaned(item, pattern) for key, item in value.items()}
+        return {_cleaned(key, known): _cleaned(item, known) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_cleaned(item, pattern) for item in value]
+        return [_cleaned(item, known) for item in value]
     return value
 
 
-def _hidden(text: str, pattern: re.Pattern[str] | None) -> str:
+def _hidden(text: str, known: Spellings) -> str:
     """Known secrets first: what is left of a URL around them is looked at by its form."""
-    if pattern is not None:
-        text = pattern.sub(HIDDEN, text)
+    text = known.hide(text)
     for start, end in reversed(spans_by_place(text)):
         text = text[:start] + HIDDEN + text[end:]
     return text
@@ -134,7 +129,7 @@ def _is_connection(name: str) -> bool:
 def carried_secret(name: str, value: str, environ: Mapping[str, str]) -> str | None:
     """Why `value`, given in a job under `name`, must not be written down; None if nothing speaks against it."""
     for variable, secrets in secret_values(environ).items():
-        if any(secret in value for secret in secrets):
+        if spellings_of((secrets,)).hide(value) != value:
             return f"holds the secret of the environment variable {variable}"
     if any(user_spans(value)):
         return "is a URL with a password in it"
@@ -165,23 +160,3 @@ def _is_certain(name: str) -> bool:
 def _words(name: str) -> list[str]:
     spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)  # apiKey -> api_Key
     return [word.rstrip("0123456789") for word in re.split(r"[^A-Z0-9]+", spaced.upper()) if word]
-
-
-@lru_cache(maxsize=8)
-def _pattern(groups: tuple[tuple[str, ...], ...]) -> re.Pattern[str] | None:
-    """Matches each secret as it is and as URLs, JSON and Python's repr write it; the longest first."""
-    spellings = {spelling for group in groups for secret in group for spelling in _spellings(secret)}
-    ordered = sorted((text for text in spellings if len(text) >= MIN_LENGTH), key=lambda text: (-len(text), text))
-    return re.compile("|".join(map(re.escape, ordered))) if ordered else None
-
-
-def _spellings(secret: str) -> Iterable[str]:
-    yield secret
-    yield unquote(secret)
-    yield quote(secret, safe="")
-    yield quote(secret)
-    yield quote_plus(secret)
-    yield json.dumps(secret)[1:-1]
-    yield json.dumps(secret, ensure_ascii=False)[1:-1]
-    yield repr(secret)[1:-1]
-    yield " ".join(secret.split())

@@ -18,7 +18,14 @@ from typing import Any
 
 from phalanx.core.digest import differing_keys, digest
 from phalanx.core.errors import DataError, ResourceError, RunLockedError
-from phalanx.core.files import read_json, resource_error, write_bytes_atomic, write_json_atomic
+from phalanx.core.files import (
+    TOKENIZER_BYTES,
+    read_json,
+    read_regular,
+    resource_error,
+    write_bytes_atomic,
+    write_json_atomic,
+)
 from phalanx.core.units import format_bytes
 from phalanx.data.build_pool import run_tasks
 from phalanx.data.cuts import cutter_for
@@ -380,7 +387,7 @@ def _finish(
 def _copy_tokenizer(encoder: Tokenizer, name: str, out: Path) -> None:
     """The tokenizer goes with its tokens, and so does what says which token ends a document."""
     path = tokenizer_path(name)
-    write_bytes_atomic(out / TOKENIZER_FILE, path.read_bytes())
+    write_bytes_atomic(out / TOKENIZER_FILE, read_regular(path, TOKENIZER_BYTES))
     if encoder.end_name is not None:
         write_json_atomic(out / CONFIG_FILE, {"eos_token": encoder.end_name})
 

@@ -15,6 +15,7 @@ from phalanx.core.units import MIB
 from phalanx.data.tokenizer import Tokenizer, without_surrogates
 
 PIECE_CHARS = MIB // 4
+MAX_ROW_BYTES = 64 * MIB  # of a line of JSONL, of a cell of Parquet and Arrow: a row is held in memory several times
 MAX_WHOLE_CHARS = 64 * MIB  # encoding takes about a hundred bytes of memory for each token
 
 _CONTEXT_CHARS = 256
@@ -94,6 +95,11 @@ def cutter_for(tokenizer: Tokenizer) -> Cutter:
         return list(whole) == [*parts[0], *parts[1]]
 
     return Cutter(same, anywhere=tokenizer.kind == "bytes")
+
+
+def row_too_long(where: str, what: str) -> DataError:
+    fix = "cut the text into several rows, or give it as a text file"
+    return DataError(what, where=where, why="a row is read whole, and is one document", fix=fix)
 
 
 def too_long(num_chars: int, where: str) -> DataError:

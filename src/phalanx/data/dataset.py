@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import resource
 from collections.abc import Iterator, Mapping
@@ -14,7 +13,7 @@ from typing import Any
 
 from phalanx.core.digest import digest
 from phalanx.core.errors import DataError
-from phalanx.core.files import check_name
+from phalanx.core.files import MANIFEST_BYTES, check_name, parse_json, read_regular
 from phalanx.data.shards import DTYPES, Progress, Shard, ShardFacts, open_shard, verify_shard
 from phalanx.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 
@@ -213,8 +212,8 @@ def read_manifest(directory: Path) -> tuple[Manifest, str]:
     """dataset.json and the digest of its bytes. Raises DataError."""
     path = directory / MANIFEST
     try:
-        content = path.read_bytes()
-        value = json.loads(content)
+        content = read_regular(path, MANIFEST_BYTES)
+        value = parse_json(content)
     except FileNotFoundError:
         if not directory.is_dir():
             raise DataError("no such folder", where=str(directory)) from None

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import DataError
+from phalanx.core.files import open_regular
 from phalanx.data.tokens import Int64s, Tokens, Uint64s, hashed_numbers
 
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
@@ -53,8 +54,7 @@ def megatron_paths(source: str) -> tuple[Path, Path] | None:
 def open_megatron(bin_path: Path, idx_path: Path) -> MegatronFile:
     """Map both files after checking that one describes the other. Raises DataError (exit 4)."""
     try:
-        index = np.memmap(idx_path, np.uint8, "r") if idx_path.stat().st_size else np.zeros(0, np.uint8)
-        num_bytes = bin_path.stat().st_size
+        index, tokens = _mapped(idx_path), _mapped(bin_path)
     except OSError as error:
         missing = error.filename or str(idx_path)
         raise DataError(
@@ -66,17 +66,23 @@ def open_megatron(bin_path: Path, idx_path: Path) -> MegatronFile:
     if not np.array_equal(pointers, (ends - lengths) * itemsize):
         raise _wrong(idx_path, "its sequences do not follow one another in the .bin")
     expected = int(ends[-1]) * itemsize
-    if num_bytes != expected:
-        raise _wrong(bin_path, f"it has {num_bytes} bytes, and its index describes {expected}")
+    if len(tokens) != expected:
+        raise _wrong(bin_path, f"it has {len(tokens)} bytes, and its index describes {expected}")
     if boundaries[0] != 0 or boundaries[-1] != len(lengths) or (np.diff(boundaries) < 0).any():
         raise _wrong(idx_path, f"its documents do not cover its {len(lengths)} sequences in order")
     document_ends = np.concatenate([np.zeros(1, np.int64), ends])[boundaries[1:]]
     return MegatronFile(
         bin_path=bin_path,
-        tokens=np.memmap(bin_path, dtype, "r", shape=(int(ends[-1]),)),
+        tokens=tokens.view(dtype),
         ends=document_ends.astype(np.uint64),
         keys=hashed_numbers(np.arange(len(document_ends))),
     )
+
+
+def _mapped(path: Path) -> NDArray[np.uint8]:
+    """The bytes of a regular file, memory-mapped. Raises OSError."""
+    with open_regular(path) as file:
+        return np.memmap(file, np.uint8, "r") if os.fstat(file.fileno()).st_size else np.zeros(0, np.uint8)
 
 
 def _read_index(index: NDArray[np.uint8], path: Path) -> tuple[str, Int64s, Int64s, Int64s]:

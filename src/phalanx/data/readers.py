@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 from phalanx.core.digest import stable_hash64
 from phalanx.core.errors import DataError
+from phalanx.core.files import open_regular
 from phalanx.core.units import MIB
 from phalanx.data.columns import Reading
 from phalanx.data.cuts import MAX_WHOLE_CHARS, PIECE_CHARS, Cutter, too_long
@@ -92,7 +93,7 @@ def read_content(span: Span, column: str) -> Iterator[Any]:
         if span.format in ("parquet", "arrow"):
             yield from (parquet_content if span.format == "parquet" else arrow_content)(span, column)
         else:
-            with open(span.path, "rb", buffering=0) as file:
+            with open_regular(span.path, buffering=0) as file:
                 file.seek(span.begin)
                 yield from _blocks(cast(BinaryIO, file), span.end - span.begin)
 
@@ -126,7 +127,7 @@ def _check_unchanged(span: Span) -> None:
 
 def _read_text(span: Span, cutter: Cutter, wants_bytes: bool, reading: Reading) -> Iterator[Piece]:
     key = document_key(span.name)
-    with open(span.path, "rb") as file:
+    with open_regular(span.path) as file:
         begin = cutter.cut_in_file(file, span.begin, span.file_bytes)
         end = cutter.cut_in_file(file, span.end, span.file_bytes)
         if begin == end and span.file_bytes:

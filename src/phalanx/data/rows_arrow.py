@@ -7,9 +7,11 @@ from itertools import accumulate, pairwise
 from typing import Any, cast
 
 from phalanx.core.errors import DataError
+from phalanx.core.files import open_regular, regular_path
 from phalanx.core.registry import require
-from phalanx.core.units import MIB
+from phalanx.core.units import MIB, format_bytes
 from phalanx.data.columns import MOST_NAMES, Reading, no_column
+from phalanx.data.cuts import MAX_ROW_BYTES, row_too_long
 from phalanx.data.sources import SourceFile
 from phalanx.data.spans import Parts, Span, in_one
 
@@ -54,10 +56,16 @@ def _arrow(path: str) -> Any:
 
 def _opened(path: str, opener: Callable[[str], Any]) -> Any:
     arrow = _arrow(path)
+    opened = path
     try:
-        return opener(path)
+        with regular_path(path) as opened:
+            return opener(opened)
+    except DataError as error:
+        error.where = path
+        raise
     except (arrow.ArrowException, OSError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        first = first.replace(opened, path)
         raise DataError(f"not a readable {_flavour(path)} file", where=path, why=first) from None
 
 
@@ -72,7 +80,7 @@ def _open_parquet(path: str) -> Any:
 def _open_arrow(path: str) -> Any:
     """Both formats: the one with an index at its end (.feather) and the stream (what Hugging Face datasets write)."""
     arrow = _arrow(path)
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         magic = file.read(6)
     if magic.startswith(b"FEA1"):
         raise DataError("Feather version 1 is not read", where=path, fix="write it again with pyarrow.feather (V2)")
@@ -121,7 +129,7 @@ def _parquet_batches(parquet: Any, column: str, span: Span, first: int) -> Itera
 
 def parquet_content(span: Span, column: str) -> Iterator[bytes]:
     """The pages of the column, as they lie in the file."""
-    with _opened(span.path, _open_parquet) as parquet, open(span.path, "rb", buffering=0) as file:
+    with _opened(span.path, _open_parquet) as parquet, open_regular(span.path, buffering=0) as file:
         for number in range(span.begin, span.end):
             group = parquet.metadata.row_group(number)
             chunks = [group.column(i) for i in range(group.num_columns)]
@@ -169,6 +177,7 @@ def _column_rows(
             values = batch.column(batch.schema.get_field_index(column))
             step = max(1, min(_ROWS_PER_BATCH, _BATCH_BYTES * len(values) // max(1, values.nbytes)))
             row = first
+            _check_lengths(values, span, first)
             for start in range(0, len(values), step):
                 for text in _texts(values.slice(start, step)):
                     if text is None:
@@ -181,6 +190,21 @@ def _column_rows(
                     reading.read = before + span.weight * min(1.0, num_read / num_rows)
     except arrow.ArrowException as error:
         raise _damaged(span, f": after row {row}", error) from None
+
+
+def _check_lengths(values: Any, span: Span, first: int) -> None:
+    """Raise DataError for a cell that is too long to be a row, before it is made a string."""
+    import pyarrow as arrow
+    import pyarrow.compute
+
+    texts = values.dictionary if arrow.types.is_dictionary(values.type) else values
+    if not len(texts) or texts.nbytes <= MAX_ROW_BYTES or arrow.types.is_null(texts.type):
+        return
+    lengths = arrow.compute.binary_length(texts.cast(arrow.large_binary()))
+    longest = arrow.compute.max(lengths).as_py() or 0
+    if longest > MAX_ROW_BYTES:
+        row = first + (arrow.compute.index(lengths, longest).as_py() if texts is values else 0)
+        raise row_too_long(f"{span.path}: row {row}", f"a cell of {format_bytes(longest)}")
 
 
 def _damaged(span: Span, where: str, error: Exception) -> DataError:

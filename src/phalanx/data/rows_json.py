@@ -10,28 +10,29 @@ from collections.abc import Callable, Iterator
 from typing import BinaryIO, cast
 
 from phalanx.core.errors import DataError
+from phalanx.core.files import open_regular
 from phalanx.core.registry import require
 from phalanx.core.units import MIB, format_bytes
 from phalanx.data.columns import Reading, no_column
+from phalanx.data.cuts import MAX_ROW_BYTES, row_too_long
 from phalanx.data.spans import Span
 
-MAX_ROW_BYTES = 1024 * MIB
 _BLOCK_BYTES = MIB
 
 
 def json_rows(span: Span, column: str, reading: Reading) -> Iterator[tuple[int, str]]:
     """(byte offset of the line, in what was decompressed; its text)."""
-    with open(span.path, "rb") as raw:
+    with open_regular(span.path) as raw:
         file = _decompressed(raw, span)
         is_plain = span.format == "jsonl"
         offset = _to_next_line(file, span.begin) if is_plain else 0
         before = reading.read
         while not is_plain or offset < span.end:
-            line = file.readline(MAX_ROW_BYTES)
+            line = file.readline(MAX_ROW_BYTES + 1)
             if not line:
                 return
-            if len(line) == MAX_ROW_BYTES:
-                raise DataError(f"a line of {format_bytes(len(line))}", where=span.path, why="rows are one line each")
+            if len(line) > MAX_ROW_BYTES:
+                raise row_too_long(_where(span, offset), f"a line of more than {format_bytes(MAX_ROW_BYTES)}")
             text = _text_of(line, column, lambda: _where(span, offset))  # noqa: B023
             if text is not None:
                 yield offset, text
@@ -55,7 +56,12 @@ def _to_next_line(file: BinaryIO, begin: int) -> int:
     if begin == 0:
         return 0
     file.seek(begin - 1)
-    return begin - 1 + len(file.readline())
+    at = begin - 1
+    while block := file.readline(_BLOCK_BYTES):  # the line may be of any length: who began it will say so
+        at += len(block)
+        if block.endswith(b"\n"):
+            break
+    return at
 
 
 def _text_of(line: bytes, column: str, where: Callable[[], str]) -> str | None:
@@ -78,7 +84,7 @@ def _text_of(line: bytes, column: str, where: Callable[[], str]) -> str | None:
 
 def _where(span: Span, offset: int) -> str:
     """file:line, counted only when something is wrong."""
-    with open(span.path, "rb") as raw:
+    with open_regular(span.path) as raw:
         file = _decompressed(raw, span)
         line = 1
         while offset > 0 and (block := file.read(min(offset, _BLOCK_BYTES))):

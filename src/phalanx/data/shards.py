@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from phalanx.core.digest import canonical_json
 from phalanx.core.errors import DataError
-from phalanx.core.files import fsync_directory
+from phalanx.core.files import fsync_directory, open_regular
 
 MAGIC, VERSION = b"PHXSHARD", 1
 PAYLOAD_AT = 4096
@@ -264,7 +264,7 @@ def _header(facts: dict[str, Any]) -> bytes:
 def open_shard(path: Path) -> Shard:
     """Map a shard after looking at its header and size. Raises DataError (exit 4) that names what is wrong."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             facts, xxh3 = _read_header(path, file.read(PAYLOAD_AT))
             num_bytes = os.fstat(file.fileno()).st_size
             mapped = _mapped(file)
@@ -355,7 +355,7 @@ class _BadSumsError(Exception):
 
 def _differing_chunks(shard: Shard, sections: _Sections, progress: Progress | None) -> Iterator[tuple[int, int]]:
     """Byte ranges whose checksum differs."""
-    with open(shard.path, "rb") as file:
+    with open_regular(shard.path) as file:
         facts, _ = _read_header(shard.path, file.read(PAYLOAD_AT))
         file.seek(sections.sums_at)
         raw = file.read()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from phalanx.core.errors import DataError
+from phalanx.core.files import open_regular
 from phalanx.data.listing import list_files
 
 Format = Literal["text", "jsonl", "jsonl.gz", "jsonl.zst", "parquet", "arrow"]
@@ -159,7 +160,7 @@ def _is_binary(path: Path) -> bool:
 
 def _start_of(path: Path, num_bytes: int) -> bytes:
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             return file.read(num_bytes)
     except OSError as error:
         raise _unreadable(error, path) from None

@@ -17,6 +17,7 @@ import numpy as np
 import xxhash
 
 from phalanx.core.errors import DataError
+from phalanx.core.files import open_regular, regular_path
 from phalanx.data.dataset import MANIFEST, TokenizerFacts, is_dataset, open_dataset, read_manifest
 from phalanx.data.megatron import megatron_paths, open_megatron
 from phalanx.data.shards import verify_shard
@@ -204,7 +205,8 @@ def _largest(tokens: Tokens, path: Path) -> int:
 def _open_npy(path: Path) -> Tokens:
     """The ids of a .npy, memory-mapped, 1-D [num_tokens]. Raises DataError unless that is what the file holds."""
     try:
-        ids = np.lib.format.open_memmap(path, mode="r")  # unlike np.load it never unpickles
+        with regular_path(path) as opened:
+            ids = np.lib.format.open_memmap(opened, mode="r")  # unlike np.load it never unpickles
     except OSError as error:
         raise DataError("cannot be read", where=f"data.source {path}", why=error.strerror or str(error)) from None
     except (ValueError, EOFError) as error:
@@ -221,7 +223,7 @@ def _checksum(path: Path) -> str:
     """Hex of XXH3-64 over the file's bytes."""
     found = xxhash.xxh3_64()
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             while chunk := file.read(1 << 22):
                 found.update(chunk)
     except OSError as error:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from phalanx.core.batch import BYTE_VOCAB_SIZE
 from phalanx.core.digest import digest
 from phalanx.core.errors import DataError
+from phalanx.core.files import TOKENIZER_BYTES, read_json, read_regular
 from phalanx.core.registry import require
 
 Kind = Literal["bytes", "tokenizer.json"]
@@ -162,7 +163,7 @@ def tokenizer_path(name: str) -> Path:
 
 def _read(path: Path) -> bytes:
     try:
-        content = path.read_bytes()
+        content = read_regular(path, TOKENIZER_BYTES)
         if not isinstance(json.loads(content), dict):
             raise ValueError("it is JSON, but not an object")
     except OSError as error:
@@ -196,7 +197,7 @@ def _name_of(said: Any) -> Any:
 def _read_settings(path: Path) -> dict[str, Any]:
     """What a file beside the tokenizer says; nothing where it is none."""
     try:
-        said = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        said = read_json(path)
+    except (OSError, ValueError):
         return {}
     return said if isinstance(said, dict) else {}

@@ -8,6 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import IO
 
+from phalanx.core.files import append_regular
+
 MAX_SAID_BYTES = 64 * 1024  # of a log, from its end
 MAX_LAST_WORDS = 300
 _FATAL = "Fatal Python error"  # how faulthandler begins; what it ends with says little
@@ -41,7 +43,7 @@ def _open(path: Path | None) -> IO[bytes]:
     if path is not None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            return open(path, "a+b")
+            return append_regular(path)
         except OSError as error:
             print(f"no {path}: {error.strerror}", file=sys.stderr)
     return tempfile.TemporaryFile()

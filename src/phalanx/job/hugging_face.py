@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import LayoutError
+from phalanx.core.files import read_json
 
 PREFIX = "hf:"
 CONFIG = "config.json"
@@ -41,6 +41,7 @@ def weights_directory(kind: str) -> Path | None:
     if not directory.is_dir():
         return None
     if any((directory / name).is_file() for name in WEIGHTS):
+        _require_regular_files(directory)
         return directory
     if any((directory / name).is_file() for name in PICKLED):
         raise LayoutError(
@@ -50,11 +51,18 @@ def weights_directory(kind: str) -> Path | None:
     return None
 
 
+def _require_regular_files(directory: Path) -> None:
+    """Raise LayoutError for what a library would wait for without end: it opens whatever has the right name."""
+    for path in sorted(directory.iterdir()):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise LayoutError(f"{path} is not a regular file", fix="remove it, or give another directory")
+
+
 def read_config(kind: str) -> dict[str, Any]:
     """What config.json says. Raises LayoutError for a file that is none, or that names no model_type."""
     path = config_path(kind)
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path)
     except (OSError, ValueError) as error:
         raise LayoutError(f"{path} cannot be read", why=" ".join(str(error).split())) from None
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):

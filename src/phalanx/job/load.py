@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import stat
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from phalanx.core.errors import JobError, Problem, did_you_mean
+from phalanx.core.files import read_regular
 from phalanx.job.check import run_checks
 from phalanx.job.explain import Finding, annotation, dotted, printable, sections
 from phalanx.job.overrides import Override, overlay, parse_overrides
@@ -227,12 +226,7 @@ def _read_text(path: str | FilePath) -> tuple[str, str]:
         return JobError([Problem("job file", what, name, fix)])
 
     try:
-        facts = FilePath(path).stat()
-        if not stat.S_ISREG(facts.st_mode) and not stat.S_ISDIR(facts.st_mode):
-            raise refuse("is not a file")
-        if facts.st_size > LARGEST_BYTES:
-            raise refuse(f"has {facts.st_size:,} bytes, which is no job", "give a .toml file")
-        return name, FilePath(path).read_bytes().decode("utf-8-sig")
+        return name, read_regular(path, LARGEST_BYTES).decode("utf-8-sig")
     except FileNotFoundError:
         raise refuse("does not exist", _near_file(FilePath(path))) from None
     except IsADirectoryError:
@@ -241,7 +235,7 @@ def _read_text(path: str | FilePath) -> tuple[str, str]:
     except UnicodeDecodeError as error:
         raise refuse(f"is not UTF-8 text (byte {error.start})", "save it as UTF-8") from None
     except OSError as error:
-        raise refuse(f"cannot be read ({os.strerror(error.errno) if error.errno else error})") from None
+        raise refuse(f"cannot be read ({error.strerror or error})") from None
     except ValueError:  # a NUL in the path
         raise refuse("is not a possible path") from None
 

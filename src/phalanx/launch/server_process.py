@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from phalanx.core.files import resource_error
+from phalanx.core.files import append_regular, open_regular, resource_error
 from phalanx.launch.paths import server_log
 from phalanx.launch.rank_env import SERVER_CHOSE_THREADS, THREAD_VARIABLES
 from phalanx.launch.signals import signal_name
@@ -63,9 +63,9 @@ class ServerProcess:
     def last_words(self, num_lines: int = 20) -> str:
         """The end of what this server wrote to its log."""
         try:
-            with open(self._log, "rb") as file:
+            with open_regular(self._log) as file:
                 file.seek(self._log_start)
-                text = file.read().decode("utf-8", "replace")
+                text = file.read(1 << 20).decode("utf-8", "replace")
         except OSError:
             return ""
         return "\n".join(text.splitlines()[-num_lines:])
@@ -79,7 +79,7 @@ def start_server(run_dir: Path) -> ServerProcess:
     log_path = server_log(run_dir)
     try:
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        log = open(log_path, "ab")
+        log = append_regular(log_path)
     except OSError as error:
         raise resource_error(error, "opening the server's log", log_path) from None
     ours, theirs = socket.socketpair()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from phalanx.core.errors import ExitCode
+from phalanx.core.files import open_regular
 from phalanx.core.phases import Place, read_black_box
 from phalanx.launch.absence import Absence, find_absence
 from phalanx.launch.attempt import AttemptEnd, RankExit
@@ -291,9 +293,15 @@ def _stack(log: Path) -> list[str]:
 
 def _read_lines(log: Path) -> list[str]:
     try:
-        return log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return _tail_of(log).splitlines()
     except OSError:
         return []
+
+
+def _tail_of(log: Path, num_bytes: int = 4 << 20) -> str:
+    with open_regular(log) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - num_bytes))
+        return file.read(num_bytes).decode("utf-8", "replace")
 
 
 def _others(root: int, root_report: ErrorReport | None, end: AttemptEnd) -> list[str]:

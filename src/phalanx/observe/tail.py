@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from phalanx.core.files import bounded_lines, open_regular
 from phalanx.observe.events import Envelope, Event, parse_line
 from phalanx.observe.order import in_order
 
@@ -93,8 +94,8 @@ def recorded(run_dir: Path, kind: type[Event], *, rank: int = 0) -> Iterator[Env
     of_rank = [match for match in matches if match is not None and int(match[1]) == rank]
     for name in (match[0] for match in sorted(of_rank, key=lambda match: int(match[2]))):
         try:
-            with open(run_dir / "events" / name, "rb") as file:
-                found = [read_event(line) for line in file if mark in line]
+            with open_regular(run_dir / "events" / name) as file:
+                found = [read_event(line) for line in bounded_lines(file) if mark in line]
         except OSError:
             continue
         yield from (envelope for envelope in found if envelope is not None and isinstance(envelope.event, kind))
@@ -148,15 +149,16 @@ class EventTail:
     def _read_new(self, name: str) -> list[Envelope]:
         offset = self._offsets.get(name, 0)
         try:
-            with open(self._directory / name, "rb") as file:
+            with open_regular(self._directory / name) as file:
                 file.seek(offset)
-                data = file.read()
+                lines = list(bounded_lines(file))
         except OSError:
             return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offsets[name] = offset + len(whole)
+        if lines and not lines[-1].endswith(b"\n"):
+            lines.pop()
+        self._offsets[name] = offset + sum(map(len, lines))
         found = []
-        for line in whole.splitlines():
+        for line in lines:
             envelope = read_event(line)
             if envelope is None:
                 self.num_unreadable += bool(line.strip())

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import LayoutError
+from phalanx.core.files import read_regular
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.observe.events import PipelineMeasured
@@ -159,7 +160,7 @@ class Measured:
 def _weights(plan: dict[str, Any], run_dir: Path) -> LayerCosts | None:
     """Of the run's own job and plan, which may hold anything."""
     try:
-        job = Job.model_validate_json((run_dir / "job.json").read_bytes())
+        job = Job.model_validate_json(read_regular(run_dir / "job.json"))
         return parts_of(job, ModelShape.from_json(plan["shape"])).layer_costs
     except (OSError, ValueError, TypeError, KeyError, LayoutError):
         return None

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from phalanx.checkpoint.best import read_best
+from phalanx.core.files import bounded_lines, open_regular, read_regular
 from phalanx.observe import events
 from phalanx.observe.events import Envelope, StepFinished
 from phalanx.observe.order import in_order
@@ -185,8 +186,8 @@ def _event_files(directory: Path) -> list[tuple[int, int, Path]]:
 
 def _lines(path: Path) -> Iterator[bytes]:
     try:
-        with open(path, "rb") as file:
-            for line in file:
+        with open_regular(path) as file:
+            for line in bounded_lines(file):
                 if line.strip():
                     yield line
     except OSError:
@@ -196,7 +197,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 def _read_object(path: Path, problems: list[str]) -> dict[str, Any]:
     """A JSON object, or an empty one and a line in `problems` that says why."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        value = json.loads(read_regular(path).decode("utf-8", "replace"))
     except FileNotFoundError:
         problems.append(f"{path.name} is not in the run directory")
     except OSError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -17,6 +16,7 @@ import numpy as np
 from phalanx.checkpoint.shard_file import DTYPES, parse_header
 from phalanx.checkpoint.whole import Bits, bits_type
 from phalanx.core.errors import CheckpointError
+from phalanx.core.files import open_regular, read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -94,7 +94,8 @@ class SafetensorsBag:
         if not math.prod(described.shape):
             return np.empty(described.shape, bits_type(described.dtype))
         try:
-            return np.memmap(path, bits_type(described.dtype), "r", start, described.shape)
+            with open_regular(path) as file:
+                return np.memmap(file, bits_type(described.dtype), "r", start, described.shape)
         except (OSError, ValueError) as error:
             raise _unreadable(path, str(error)) from None
 
@@ -104,8 +105,8 @@ class SafetensorsBag:
 
     def _open(self, path: Path) -> None:
         try:
-            num_bytes = path.stat().st_size
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
+                num_bytes = os.fstat(file.fileno()).st_size
                 (length,) = struct.unpack("<Q", file.read(8))
                 if length > min(MAX_HEADER_BYTES, num_bytes - 8):
                     raise ValueError("its header is longer than the file")
@@ -138,9 +139,7 @@ def open_safetensors(source: Path) -> SafetensorsBag:
 def _indexed(source: Path) -> list[Path]:
     """The files that the index names. One that is missing is told with a tensor that is in it."""
     try:
-        if (source / INDEX).stat().st_size > MAX_INDEX_BYTES:
-            raise ValueError("it is too large to be one")
-        weight_map: dict[str, str] = dict(json.loads((source / INDEX).read_bytes())["weight_map"])
+        weight_map: dict[str, str] = dict(read_json(source / INDEX, MAX_INDEX_BYTES)["weight_map"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError("the index cannot be read", where=str(source / INDEX), why=str(error)) from None
     holders = {file: name for name, file in weight_map.items()}

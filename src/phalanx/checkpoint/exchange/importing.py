@@ -5,7 +5,6 @@ OUT/checkpoints/step-0 is the checkpoint, OUT/model.toml the job file that fits 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +23,7 @@ from phalanx.checkpoint.shard_file import write_stream
 from phalanx.checkpoint.stores import open_store
 from phalanx.core.disk import Disk, write_bytes_durably
 from phalanx.core.errors import CheckpointError, LayoutError
+from phalanx.core.files import read_json
 from phalanx.job.shape import ModelShape
 from phalanx.job.tensors import stored_shapes
 
@@ -60,7 +60,7 @@ class Weights:
 def read_config(source: Path) -> dict[str, Any]:
     """The config.json of a directory. Raises CheckpointError."""
     try:
-        config = json.loads((source / CONFIG).read_bytes())
+        config = read_json(source / CONFIG)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError("config.json cannot be read", where=str(source / CONFIG), why=str(error)) from None
     if not isinstance(config, dict):

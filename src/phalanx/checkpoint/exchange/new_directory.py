@@ -10,7 +10,7 @@ from pathlib import Path
 
 from phalanx.core.disk import Disk, make_directories, remove_tree, write_bytes_durably
 from phalanx.core.errors import UsageError
-from phalanx.core.files import resource_error
+from phalanx.core.files import TOKENIZER_BYTES, read_regular, resource_error
 
 
 @contextmanager
@@ -51,4 +51,4 @@ def refuse_old(out: Path) -> None:
 
 def copy_file(source: Path, target: Path, disk: Disk | None = None) -> None:
     """A small file, durably."""
-    write_bytes_durably(disk or Disk(), target, source.read_bytes())
+    write_bytes_durably(disk or Disk(), target, read_regular(source, TOKENIZER_BYTES))

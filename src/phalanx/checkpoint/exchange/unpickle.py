@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.checkpoint.shard_file import DTYPES, Bytes, Source, write_file
 from phalanx.core.errors import CheckpointError
+from phalanx.core.files import open_regular
 from phalanx.mesh.logical import dtype_name, full_name
 
 T = TypeVar("T")
@@ -113,7 +114,7 @@ def _unpickle(path: Path) -> tuple[Any, bool]:
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:
     """What is said of garbage by whoever unpickles it (`KeyError: 101`) helps nobody."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         head = file.read(2)
     if not head:
         return CheckpointError(f"{path.name} is empty")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,6 +12,7 @@ from phalanx.checkpoint.manifest import MANIFEST, read_manifest
 from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.checkpoint.stores.protocol import Draft, Store
 from phalanx.core.errors import CheckpointError
+from phalanx.core.files import read_json
 from phalanx.core.secrets import carried_secret
 from phalanx.core.store_urls import local_directory, refusal
 
@@ -85,7 +85,7 @@ def _require_usable(url: str, job_file: Path) -> None:
 
 def _url_in_job(run_dir: Path) -> str | None:
     try:
-        url = json.loads((run_dir / "job.json").read_text(encoding="utf-8"))["checkpoint"]["url"]
+        url = read_json(run_dir / "job.json")["checkpoint"]["url"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return url if isinstance(url, str) else None

@@ -127,13 +127,13 @@ class LocalStore:
             disk.sync_directory(draft.path)
         replaced = final.with_name(f".{final.name}{REPLACED}")
         remove_tree(disk, replaced)
-        if final.exists():  # this step was saved before (a run continued from an older checkpoint)
+        if os.path.lexists(final):  # this step was saved before (a run continued from an older checkpoint)
             disk.rename(final, replaced)
         try:
             with draft.errors_named():
                 disk.rename(draft.path, final)
         except OSError:
-            if replaced.exists():
+            if os.path.lexists(replaced):
                 disk.rename(replaced, final)
             raise
         disk.sync_directory(self.root)
@@ -165,7 +165,7 @@ class LocalStore:
                 whole = self.root / name.removeprefix(".").removesuffix(REPLACED)
                 if (whole / MANIFEST).is_file():
                     remove_tree(self._disk, path)
-                elif not whole.exists():
+                elif not os.path.lexists(whole):
                     self._disk.rename(path, whole)  # after a power loss it comes back again
 
     def _hidden(self) -> list[str]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from phalanx.core.files import read_json, read_regular
 from phalanx.core.units import GIB, MIB
 from phalanx.observe.events import (
     Envelope,
@@ -149,7 +149,7 @@ def values_of(event: Event, name_of: Callable[[str], str] = plain_name) -> dict[
 def read_job(run_dir: Path) -> dict[str, dict[str, Any]]:
     """The resolved job by section; empty where the run has none yet (library use)."""
     try:
-        job = json.loads((run_dir / "job.json").read_text(encoding="utf-8"))
+        job = read_json(run_dir / "job.json")
     except (OSError, ValueError):
         return {}
     return job if isinstance(job, dict) else {}
@@ -161,7 +161,7 @@ def kept_id(path: Path, fresh: str) -> tuple[str, bool]:
     So every attempt of a run, and every resumption, adds to the same curves.
     """
     try:
-        found = path.read_text(encoding="utf-8").strip()
+        found = read_regular(path).decode("utf-8").strip()
     except FileNotFoundError:
         found = ""
     if found:

@@ -8,12 +8,13 @@ and a backward that torch may overlap, read as two actions one after the other.
 from __future__ import annotations
 
 import csv
+import io
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from phalanx.core.errors import LayoutError
-from phalanx.core.files import write_bytes_atomic
+from phalanx.core.files import read_regular, write_bytes_atomic
 from phalanx.plan.pipeline.schedule import Action, Schedule
 
 _OVERLAP = re.compile(r"\((?P<pair>[^()]*)\)OVERLAP_F_B")
@@ -26,8 +27,7 @@ def read_schedule(path: Path) -> Schedule:
     A stage belongs to the rank that names it first. Raises LayoutError with line and cell for what is no action.
     """
     try:
-        with open(path, newline="", encoding="utf-8") as file:
-            rows = list(csv.reader(file))
+        rows = list(csv.reader(io.StringIO(read_regular(path).decode("utf-8"), newline="")))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise LayoutError("the schedule cannot be read", where=str(path), why=reason) from None

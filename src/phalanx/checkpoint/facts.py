@@ -1,0 +1,119 @@
+"""Types and bounds of what a manifest says besides tensors. One place checks them, before anybody computes with them.
+
+A manifest may be a stranger's, or another program's: its checksum only says that it is what was written. Torch-free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+LARGEST_COUNT = 2**63 - 1  # of steps, tokens, bytes: what 64 bits hold
+LARGEST_PROGRESS = 2**53  # steps, samples, tokens: 9 quadrillion
+MAX_TEXT = 4096  # characters of a name, a kind, a digest
+MAX_DEPTH = 32  # of facts that only their reader knows
+_MAX_EXPONENT = 2.0**1000
+
+
+def count(number: Any) -> int:
+    """`number` if it is a whole number from 0 to what 64 bits hold; ValueError if not."""
+    if type(number) is not int or not 0 <= number <= LARGEST_COUNT:
+        raise ValueError(f"{shorten(number)} is no count")
+    return number
+
+
+def text(value: Any) -> str:
+    """`value` if it is a string of at most MAX_TEXT characters; ValueError if not."""
+    if not isinstance(value, str) or len(value) > MAX_TEXT:
+        raise ValueError(f"{shorten(value)} is no short text")
+    return value
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """`value` if it is an object; ValueError if not."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{shorten(value)} is no object")
+    return value
+
+
+def degree(value: Any) -> int:
+    """`value` if it can be the degree of an axis; ValueError if not."""
+    if not 1 <= count(value) <= 2**31:
+        raise ValueError(f"{shorten(value)} is no degree")
+    return int(value)
+
+
+def check_facts(facts: Any) -> dict[str, Any]:
+    """`facts` if each has its type and bounds. ValueError that names the one that has not."""
+    for name, value in mapping(facts).items():
+        try:
+            _CHECKS.get(name, _check_any)(value)
+        except ValueError as error:
+            raise ValueError(f"facts.{shorten(name, quoted=False)}: {error}") from None
+    return dict(facts)
+
+
+def shorten(value: Any, *, quoted: bool = True) -> str:
+    """`value` in a message, cut where it is long."""
+    if isinstance(value, dict | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    shown = repr(value[:60] if isinstance(value, str) else value) if quoted else str(value)
+    return shown if len(shown) <= 64 else f"{shown[:60]}..."
+
+
+def progress(value: Any) -> int:
+    """`value` if training can have come so far: what is counted on from there must not leave 64 bits."""
+    if count(value) > LARGEST_PROGRESS:
+        raise ValueError(f"{shorten(value)} is more than anybody trained")
+    return int(value)
+
+
+def _check_seed(value: Any) -> None:
+    if type(value) is not int or not -LARGEST_COUNT <= value <= LARGEST_COUNT:
+        raise ValueError(f"{shorten(value)} is no seed")
+
+
+def _check_optimizer(value: Any) -> None:
+    optimizer = mapping(value)
+    text(optimizer.get("kind"))
+    for path, number in mapping(optimizer.get("numbers", {})).items():
+        try:
+            _check_any(number)
+        except ValueError as error:
+            raise ValueError(f"numbers.{shorten(path, quoted=False)}: {error}") from None
+
+
+def _check_loss_scale(value: Any) -> None:
+    scale = mapping(value).get("scale")
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < _MAX_EXPONENT:
+        raise ValueError(f"the scale is {shorten(scale)}")
+    count(value.get("good_steps"))
+
+
+def _check_any(value: Any, depth: int = 0) -> None:
+    """Facts of others: finite numbers of 64 bits, and no deeper than anybody would write."""
+    if depth > MAX_DEPTH:
+        raise ValueError("it is nested too deeply")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{value} is no number")
+    if type(value) is int and not -LARGEST_COUNT - 1 <= value <= 2 * LARGEST_COUNT + 1:
+        raise ValueError(f"{shorten(value)} does not fit into 64 bits")
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            _check_any(item, depth + 1)
+
+
+_CHECKS: Mapping[str, Callable[[Any], object]] = {
+    "step": progress,
+    "tokens_seen": progress,
+    "samples_seen": progress,
+    "seed": _check_seed,
+    "tokenizer": text,
+    "cpu_kind": text,
+    "imported_from": text,
+    "optimizer": _check_optimizer,
+    "loss_scale": _check_loss_scale,
+    "model_shape": mapping,
+    "hugging_face": lambda value: value is None or mapping(value),
+}
