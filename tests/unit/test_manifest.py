@@ -121,10 +121,8 @@ def test_a_part_of_the_wrong_kind_is_damage(tmp_path: Path, key: str, value: Any
     if value != "absent":
         body[key] = value
     body["xxh3"] = body_xxh3(body)
-    if (key, value) in (("step", 3), ("job_digest", "x"), ("job_digest", 3), ("job_digest", None)):
+    if (key, value) in (("step", 3), ("job_digest", "x")):
         assert read_manifest(write(tmp_path, body)).step in (3, 7)
-        return
-    if key == "job_digest" and value == [1]:
         return
     with pytest.raises(CheckpointError, match="damaged"):
         read_manifest(write(tmp_path, body))

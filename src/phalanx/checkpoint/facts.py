@@ -5,8 +5,7 @@ A manifest may be a stranger's, or another program's: its checksum only says tha
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 LARGEST_COUNT = 2**63 - 1  # of steps, tokens, bytes: what 64 bits hold
@@ -69,17 +68,12 @@ def progress(value: Any) -> int:
     return int(value)
 
 
-def _check_seed(value: Any) -> None:
-    if type(value) is not int or not -LARGEST_COUNT <= value <= LARGEST_COUNT:
-        raise ValueError(f"{shorten(value)} is no seed")
-
-
 def _check_optimizer(value: Any) -> None:
     optimizer = mapping(value)
     text(optimizer.get("kind"))
     for path, number in mapping(optimizer.get("numbers", {})).items():
         try:
-            _check_any(number)
+            _check_number(number)
         except ValueError as error:
             raise ValueError(f"numbers.{shorten(path, quoted=False)}: {error}") from None
 
@@ -91,24 +85,34 @@ def _check_loss_scale(value: Any) -> None:
     count(value.get("good_steps"))
 
 
-def _check_any(value: Any, depth: int = 0) -> None:
-    """Facts of others: finite numbers of 64 bits, and no deeper than anybody would write."""
-    if depth > MAX_DEPTH:
-        raise ValueError("it is nested too deeply")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{value} is no number")
+def _check_number(value: Any) -> None:
+    """State of an optimizer: what fits into 64 bits, or lists of such."""
+    _check_any(value)
     if type(value) is int and not -LARGEST_COUNT - 1 <= value <= 2 * LARGEST_COUNT + 1:
         raise ValueError(f"{shorten(value)} does not fit into 64 bits")
-    if isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            _check_any(item, depth + 1)
+    for item in _items(value):
+        _check_number(item)
+
+
+def _check_any(value: Any, depth: int = 0) -> None:
+    """Facts that only their reader knows: no deeper than anybody would write."""
+    if depth > MAX_DEPTH:
+        raise ValueError("it is nested too deeply")
+    for item in _items(value):
+        _check_any(item, depth + 1)
+
+
+def _items(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 _CHECKS: Mapping[str, Callable[[Any], object]] = {
     "step": progress,
     "tokens_seen": progress,
     "samples_seen": progress,
-    "seed": _check_seed,
+    "seed": count,
     "tokenizer": text,
     "cpu_kind": text,
     "imported_from": text,

@@ -27,6 +27,8 @@ from phalanx.data.spans import Parts, Span, in_bytes, in_one
 from phalanx.data.tokenizer import without_surrogates
 
 BLOCK_BYTES = MIB
+_SKIPPABLE = tuple(bytes([0x50 + number]) + b"\x2a\x4d\x18" for number in range(16))  # zstd's frames of metadata
+_MAGICS = {"jsonl.gz": (b"\x1f\x8b",), "jsonl.zst": (b"\x28\xb5\x2f\xfd", *_SKIPPABLE)}
 _LEAST_BEHIND = 1024  # characters behind a place, to tell whether a text can be cut there
 
 
@@ -66,7 +68,23 @@ def parts_of(file: SourceFile, column: str, step_bytes: int, can_cut_text: bool)
         return parquet_parts(file, column)
     if file.format == "arrow":
         return arrow_parts(file, column)
+    _require_compressed(file)
     return in_one(file)
+
+
+def _require_compressed(file: SourceFile) -> None:
+    """Raise DataError for a file that is not compressed as its name says: before all of it is read for nothing."""
+    magics = _MAGICS.get(file.format)
+    if magics is None or not file.num_bytes:
+        return
+    try:
+        with open_regular(file.path) as opened:
+            begin = opened.read(4)
+    except OSError as error:
+        raise DataError("cannot be read", where=file.path, why=error.strerror or str(error)) from None
+    if not begin.startswith(magics):
+        kind = "gzip" if file.format == "jsonl.gz" else "zstd"
+        raise DataError(f"not a {kind} file, or a damaged one", where=file.path, why=f"it begins with {begin!r}")
 
 
 def read_pieces(span: Span, column: str, cutter: Cutter, wants_bytes: bool, reading: Reading) -> Iterator[Piece]:

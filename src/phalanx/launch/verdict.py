@@ -298,7 +298,7 @@ def _read_lines(log: Path) -> list[str]:
         return []
 
 
-def _tail_of(log: Path, num_bytes: int = 4 << 20) -> str:
+def _tail_of(log: Path, num_bytes: int = 64 << 20) -> str:
     with open_regular(log) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - num_bytes))
         return file.read(num_bytes).decode("utf-8", "replace")

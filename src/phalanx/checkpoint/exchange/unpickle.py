@@ -32,6 +32,9 @@ def main(source: Path, folder: Path) -> dict[str, Any]:
     that has another one already, and whether more than weights had to be unpickled. Raises CheckpointError.
     """
     if source.is_dir() and (source / ".metadata").is_file():
+        for path in sorted(source.iterdir()):  # which torch opens by their names
+            if path.exists() and not path.is_file() and not path.is_dir():
+                raise CheckpointError(f"{path.name} is not a regular file")
         return _read_dcp(source, folder)
     files = sorted(source.glob(BINARIES)) if source.is_dir() else [source]
     num_skipped, num_tensors, ran_code = 0, 0, False
@@ -101,21 +104,26 @@ def _identity(tensor: torch.Tensor) -> Any:
 def _unpickle(path: Path) -> tuple[Any, bool]:
     """(what is in it, True if that took more than torch's weights_only)."""
     try:
-        return torch.load(path, map_location="cpu", weights_only=True), False
+        with open_regular(path) as file:
+            return torch.load(file, map_location="cpu", weights_only=True), False
     except pickle.UnpicklingError:
         pass
     except Exception as error:
         raise _unreadable(path, error) from None
     try:
-        return torch.load(path, map_location="cpu", weights_only=False), True
+        with open_regular(path) as file:
+            return torch.load(file, map_location="cpu", weights_only=False), True
     except Exception as error:
         raise _unreadable(path, error) from None
 
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:
     """What is said of garbage by whoever unpickles it (`KeyError: 101`) helps nobody."""
-    with open_regular(path) as file:
-        head = file.read(2)
+    try:
+        with open_regular(path) as file:
+            head = file.read(2)
+    except OSError as refusal:
+        return CheckpointError(f"{path.name} cannot be read", why=refusal.strerror)
     if not head:
         return CheckpointError(f"{path.name} is empty")
     if not head.startswith((b"\x80", b"PK")):  # a pickle, or an archive with one
