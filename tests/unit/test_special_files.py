@@ -244,6 +244,8 @@ OURS = {
     "verify/trace_facts.py": "reads what our own ranks wrote, in a folder made for it",
     "data/shards.py": "writes a new file",
     "mesh/cpu_kind.py": "reads /proc",
+    "core/process_memory.py": "reads /proc",
+    "launch/absence.py": "reads /proc",
     "checkpoint/exchange/unpickle.py": "hands torch the file that open_regular opened",
     "data/token_sources.py": "maps the file that regular_path checked",
     "data/rows_arrow.py": "maps the file that regular_path checked",

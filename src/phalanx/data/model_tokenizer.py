@@ -5,13 +5,13 @@ Text becomes tokens by it unless the job names another one: embeddings mean the 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.core.digest import digest
 from phalanx.core.errors import DataError
+from phalanx.core.files import TOKENIZER_BYTES, read_json
 from phalanx.data.corpus import MANIFEST, Corpus, load_corpus
 from phalanx.data.dataset import TokenizerFacts, read_manifest
 from phalanx.data.token_sources import NO_TOKENIZER, find_kind
@@ -70,8 +70,8 @@ def tokenizer_of_run(run_dir: Path, owner: str) -> ModelTokenizer:
 def _facts_of_file(path: Path) -> TokenizerFacts | None:
     """None for a file that is none; loading it says what is wrong."""
     try:
-        return TokenizerFacts("tokenizer.json", digest(json.loads(path.read_bytes())))
-    except (OSError, ValueError, RecursionError):
+        return TokenizerFacts("tokenizer.json", digest(read_json(path, TOKENIZER_BYTES)))
+    except (OSError, ValueError):
         return None
 
 
