@@ -20,7 +20,7 @@ from pathlib import Path
 
 from phalanx.checkpoint.epoch import Epoch, take_epoch
 from phalanx.core.errors import RunLockedError
-from phalanx.core.files import require_regular, resource_error
+from phalanx.core.files import open_at_once, require_regular, resource_error
 
 LOCK_NAME = "lock"
 _PATIENCE_S = 0.5  # for another job that is taking or giving up the lock at this very moment
@@ -107,7 +107,7 @@ def refuse_if_held(run_dir: Path) -> None:
 def _take(path: Path) -> Lock:
     deadline = time.monotonic() + _PATIENCE_S
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+        fd = open_at_once(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         try:
             require_regular(os.fstat(fd).st_mode, path)
             locked = _try_flock(fd)

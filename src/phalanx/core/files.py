@@ -70,7 +70,7 @@ def open_regular(path: Path | str, *, buffering: int = -1) -> BinaryIO:
     A pipe nobody writes to would be waited for without end, a device may have no end. What is looked at is the open
     file: what the name leads to may be another file a moment later.
     """
-    fd = _open(path, os.O_RDONLY)
+    fd = open_at_once(path, os.O_RDONLY)
     try:
         require_regular(os.fstat(fd).st_mode, path)
         return open(fd, "rb", buffering=buffering)
@@ -81,9 +81,10 @@ def open_regular(path: Path | str, *, buffering: int = -1) -> BinaryIO:
 
 def append_regular(path: Path | str) -> BinaryIO:
     """Open a regular file to write at its end; it is made where there is none. Raises OSError as `open_regular` does,
-    so that a pipe under the name of a log does not stop whoever continues a run.
+    so that a pipe under the name of a log does not stop whoever continues a run; nor is a link followed: what it leads
+    to is no log of ours.
     """
-    fd = _open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    fd = open_at_once(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW)
     try:
         require_regular(os.fstat(fd).st_mode, path)
         return open(fd, "a+b")
@@ -117,12 +118,15 @@ def regular_path(path: Path | str) -> Iterator[str]:
         yield opened if os.path.exists(opened) else str(path)
 
 
-def _open(path: Path | str, flags: int) -> int:
+def open_at_once(path: Path | str, flags: int) -> int:
+    """As `os.open`, but what is no file is not waited for; a link that must not be followed is said to be one."""
     try:
         return os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
     except OSError as error:
         if error.errno == errno.ENXIO:  # as a disk says it that is gone; but there is no disk
             raise OSError(errno.EINVAL, "it is a socket, not a regular file", str(path)) from None
+        if error.errno == errno.ELOOP and flags & os.O_NOFOLLOW:
+            raise OSError(errno.EINVAL, "it is a link, not a regular file", str(path)) from None
         raise
 
 
