@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from phalanx.core.files import MANIFEST_BYTES, open_regular, read_regular
+from phalanx.core.files import MANIFEST_BYTES, open_descriptor, read_regular
 
 STEP_NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")  # as a save writes it: "step-06" is a copy of somebody's
 
@@ -92,8 +92,7 @@ class LocalFolder:
 
 class _LocalReader:
     def __init__(self, path: Path) -> None:
-        self._file = open_regular(path, buffering=0)
-        self._fd = self._file.fileno()
+        self._fd = open_descriptor(path, os.O_RDONLY)
 
     @property
     def num_bytes(self) -> int:
@@ -108,7 +107,7 @@ class _LocalReader:
             done += count
 
     def close(self) -> None:
-        self._file.close()
+        os.close(self._fd)
 
 
 def as_folder(place: Folder | Path) -> Folder:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from phalanx.checkpoint.epoch import Epoch, take_epoch
 from phalanx.core.errors import RunLockedError
-from phalanx.core.files import open_at_once, require_regular, resource_error
+from phalanx.core.files import open_descriptor, resource_error
 
 LOCK_NAME = "lock"
 _PATIENCE_S = 0.5  # for another job that is taking or giving up the lock at this very moment
@@ -107,9 +107,8 @@ def refuse_if_held(run_dir: Path) -> None:
 def _take(path: Path) -> Lock:
     deadline = time.monotonic() + _PATIENCE_S
     while True:
-        fd = open_at_once(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        fd = open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         try:
-            require_regular(os.fstat(fd).st_mode, path)
             locked = _try_flock(fd)
             if locked and _is_at(path, fd):
                 left = _read_holder(fd)

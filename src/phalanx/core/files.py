@@ -20,6 +20,8 @@ MANIFEST_BYTES = 512 * 2**20  # of checkpoints and datasets: some 2 million piec
 TOKENIZER_BYTES = 256 * 2**20
 LINE_BYTES = 16 * 2**20  # one event
 
+APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+
 SAFE_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -70,13 +72,7 @@ def open_regular(path: Path | str, *, buffering: int = -1) -> BinaryIO:
     A pipe nobody writes to would be waited for without end, a device may have no end. What is looked at is the open
     file: what the name leads to may be another file a moment later.
     """
-    fd = open_at_once(path, os.O_RDONLY)
-    try:
-        require_regular(os.fstat(fd).st_mode, path)
-        return open(fd, "rb", buffering=buffering)
-    except BaseException:
-        os.close(fd)
-        raise
+    return open(open_descriptor(path, os.O_RDONLY), "rb", buffering=buffering)
 
 
 def append_regular(path: Path | str) -> BinaryIO:
@@ -84,13 +80,25 @@ def append_regular(path: Path | str) -> BinaryIO:
     so that a pipe under the name of a log does not stop whoever continues a run; nor is a link followed: what it leads
     to is no log of ours.
     """
-    fd = open_at_once(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW)
+    return open(open_descriptor(path, APPEND), "a+b")
+
+
+def open_descriptor(path: Path | str, flags: int) -> int:
+    """The descriptor of a regular file, which whoever asks closes. Raises OSError as `open_regular` does."""
+    try:
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # as a disk says it that is gone; but there is no disk
+            raise OSError(errno.EINVAL, "it is a socket, not a regular file", str(path)) from None
+        if error.errno == errno.ELOOP and flags & os.O_NOFOLLOW:
+            raise OSError(errno.EINVAL, "it is a link, not a regular file", str(path)) from None
+        raise
     try:
         require_regular(os.fstat(fd).st_mode, path)
-        return open(fd, "a+b")
     except BaseException:
         os.close(fd)
         raise
+    return fd
 
 
 def read_regular(path: Path | str, most_bytes: int = JSON_BYTES) -> bytes:
@@ -116,18 +124,6 @@ def regular_path(path: Path | str) -> Iterator[str]:
     with open_regular(path) as file:
         opened = f"/proc/self/fd/{file.fileno()}"
         yield opened if os.path.exists(opened) else str(path)
-
-
-def open_at_once(path: Path | str, flags: int) -> int:
-    """As `os.open`, but what is no file is not waited for; a link that must not be followed is said to be one."""
-    try:
-        return os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
-    except OSError as error:
-        if error.errno == errno.ENXIO:  # as a disk says it that is gone; but there is no disk
-            raise OSError(errno.EINVAL, "it is a socket, not a regular file", str(path)) from None
-        if error.errno == errno.ELOOP and flags & os.O_NOFOLLOW:
-            raise OSError(errno.EINVAL, "it is a link, not a regular file", str(path)) from None
-        raise
 
 
 def require_regular(mode: int, path: Path | str) -> None:

@@ -11,7 +11,7 @@ import os
 from collections import deque
 from pathlib import Path
 
-from phalanx.core.files import append_regular, resource_error
+from phalanx.core.files import APPEND, open_descriptor, resource_error
 
 MAX_KEPT_LINES = 2000
 
@@ -23,8 +23,7 @@ class EventFile:
         """Raises ResourceError if the file cannot be opened: a run must be recorded."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = append_regular(path)
-            self._fd = self._file.fileno()
+            self._fd = open_descriptor(path, APPEND)
         except OSError as error:
             raise resource_error(error, "opening the run's events", path) from None
         self.path = path
@@ -57,7 +56,7 @@ class EventFile:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self._file.close()
+            os.close(self._fd)
 
     def _write(self, line: bytes) -> None:
         """One write, as a whole or not at all: a part of a line that found room is taken back."""
