@@ -20,7 +20,7 @@ EVIL = {EVIL!r}
 
 
 class Hostile(nn.Module):
-    def __init__(self, vocab_size, dim=16, fails=True):
+    def __init__(self, vocab_size=257, dim=16, fails=True):
         super().__init__()
         self.embed, self.head = nn.Embedding(vocab_size, dim), nn.Linear(dim, vocab_size)
         self.calls, self.fails = 0, fails
