@@ -83,7 +83,10 @@ def blank_out(path: Path, secrets: Iterable[str]) -> int:
     with append_regular(path) as file, mmap.mmap(file.fileno(), 0) as content:
         known = tuple(secrets)
         num_places = sum(_blank_out_all(content, secret.encode()) for secret in known)
-        return num_places + _blank_out_spelled(content, spellings_of((known,))) + _blank_out_by_place(content)
+        in_letters = tuple(secret.encode("utf-8", "replace").decode("latin-1") for secret in known)  # one for each byte
+        return (
+            num_places + _blank_out_spelled(content, spellings_of((known, in_letters))) + _blank_out_by_place(content)
+        )
 
 
 def _blank_out_all(content: mmap.mmap, secret: bytes) -> int:

@@ -110,6 +110,7 @@ def _written(secret: str) -> Iterable[str]:
     yield quote_plus(secret)
     yield json.dumps(secret)[1:-1]
     yield json.dumps(secret, ensure_ascii=False)[1:-1]
+    yield json.dumps(json.dumps(secret)[1:-1])[1:-1]  # JSON that is a text in JSON
     yield repr(secret)[1:-1]
     yield repr(_bytes_of(secret))[2:-1]
     yield " ".join(secret.split())
