@@ -46,6 +46,10 @@ class Holder:
     since_unix_s: float
     epoch: int = 0
 
+    def is_same_job(self, other: Holder) -> bool:
+        """True for two texts of one lock: it is written again for each attempt."""
+        return replace(self, epoch=0) == replace(other, epoch=0)
+
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since_unix_s))
         epoch = f" (epoch {self.epoch})" if self.epoch else ""
@@ -67,8 +71,8 @@ class Lock:
         Raises RunLockedError if the lock was taken from us by hand, ResourceError if the directory cannot be written.
         """
         if not _is_ours(self):
-            raise _refusal(self.path, _holder_at(self.path))
-        epoch = take_epoch(self.path.parent)
+            raise _refusal(self.path, holder_at(self.path))
+        epoch = take_epoch(self.path.parent, taker=str(self.holder))
         try:
             _write_holder(self.fd, replace(self.holder, epoch=epoch.number))
         except OSError as error:
@@ -99,7 +103,7 @@ def refuse_if_held(run_dir: Path) -> None:
     a job that passes still has to take the lock.
     """
     path = run_dir / LOCK_NAME
-    holder = _holder_at(path)
+    holder = holder_at(path)
     if holder is not None and not _is_dead(holder):
         raise _refusal(path, holder)
 
@@ -143,10 +147,11 @@ def _release(lock: Lock) -> None:
 
 def _is_ours(lock: Lock) -> bool:
     holder = _read_holder(lock.fd) if _is_at(lock.path, lock.fd) else None
-    return holder is not None and replace(holder, epoch=0) == lock.holder
+    return holder is not None and holder.is_same_job(lock.holder)
 
 
-def _holder_at(path: Path) -> Holder | None:
+def holder_at(path: Path) -> Holder | None:
+    """Who a lock says has it; None where there is no lock, or it does not say."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:

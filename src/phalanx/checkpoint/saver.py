@@ -26,7 +26,7 @@ from phalanx.checkpoint.save import Saved, owned, save
 from phalanx.checkpoint.staging import Staging
 from phalanx.checkpoint.stores.protocol import Store
 from phalanx.checkpoint.tidier import Tidier
-from phalanx.core.errors import CheckpointError
+from phalanx.core.errors import CheckpointError, RunTakenError
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import LogicalShard
 from phalanx.mesh.mesh import Mesh
@@ -278,6 +278,8 @@ class Saver:
         """A CheckpointError inside, which is the same on all ranks, is an event."""
         try:
             yield
+        except RunTakenError:  # the trainer says it, and the run's record is another job's
+            raise
         except CheckpointError as error:
             self._tell(CheckpointFailed(step, error.where or "", str(error)))
             raise

@@ -11,15 +11,17 @@ import json
 import signal
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from phalanx.checkpoint import stores
+from phalanx.checkpoint.fence import Fence
 from phalanx.cli._prepare import Prepared, announce, conclude, prepared_run, score_baselines
 from phalanx.cli._rank import RankRun, run_rank
-from phalanx.cli._run import console_of, is_finished
+from phalanx.cli._run import console_of, is_finished, require_ours
 from phalanx.core.errors import EnvironmentProblem, ExitCode, PhalanxError
 from phalanx.core.phases import read_black_box
 from phalanx.job.schema import Job
@@ -44,10 +46,10 @@ def train_as_rank(job: Job, run_dir: Path, launched: ExternalRanks, *, resume: b
 
     A launcher that starts failed ranks again (torchrun --max-restarts) continues the run in `run.dir`.
     """
-    began_unix_s, ranks = time.time(), launched.mine
+    began_s, ranks = time.monotonic(), launched.mine
     store = open_store(rendezvous_s=job.resilience.rendezvous_s or RENDEZVOUS_S) if ranks.world_size > 1 else None
     if ranks.rank != 0:
-        return _follow(job, ranks, store, began_unix_s)
+        return _follow(job, ranks, store, began_s)
     resume = resume or (ranks.attempt > 0 and (run_dir / "job.json").exists())
     decision = _Decision(store, ranks.world_size)
     try:
@@ -60,7 +62,8 @@ def train_as_rank(job: Job, run_dir: Path, launched: ExternalRanks, *, resume: b
             attempt, epoch = next_attempt(run_dir), prepared.lock.take_epoch().number
             told = {"run_dir": str(run_dir), "plan": prepared.plan.to_json(), "attempt": attempt, "epoch": epoch}
             decision.tell(told)
-            return _lead(prepared, RankRun(job, prepared.plan, run_dir, 0, attempt, began_unix_s, epoch), store)
+            holder = asdict(prepared.lock.holder)
+            return _lead(prepared, RankRun(job, prepared.plan, run_dir, 0, attempt, began_s, epoch, holder), store)
     except PhalanxError as error:
         decision.tell({"error": str(error), "exit_code": int(error.exit_code)})
         raise
@@ -106,28 +109,33 @@ def _run_rank(run: RankRun, **more: Any) -> ExitCode:
 def _lead(prepared: Prepared, run: RankRun, store: Any) -> int:
     """Train as rank 0, then say what came out, also when it failed."""
     console = console_of(run.job)
-    bus = Bus(rank=-1, attempt=run.attempt, run_dir=run.run_dir)
+    fence = Fence.of_rank(run.run_dir, run.epoch, run.holder)
+    bus = Bus(rank=-1, attempt=run.attempt, run_dir=run.run_dir, may_write=lambda: not fence.is_lost())
     code = ExitCode.INTERNAL
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         code = _run_rank(run, sinks=[("console", lambda: console)], store=store)
         for number, handler in before.items():
             signal.signal(number, handler)
+        require_ours(fence)
         if code == ExitCode.OK:
             score_baselines(prepared, bus)
     except PhalanxError as error:
         code = error.exit_code
         raise
     finally:
+        is_ours = not fence.is_lost(now=True)
         status = STATUS.get(code, "failed")
-        saved = stores.newest_step(stores.open_store(run.run_dir, run.job.checkpoint.url))
-        bus.emit(RunFinished(status, code, saved, time.time() - run.started_unix_s))
+        if is_ours:
+            saved = stores.newest_step(stores.open_store(run.run_dir, run.job.checkpoint.url))
+            bus.emit(RunFinished(status, code, saved, time.monotonic() - run.started_s))
         bus.close()
-        conclude(prepared, Outcome(code, status, "", 1))
+        if is_ours:
+            conclude(prepared, Outcome(code, status, "", 1))
     return code
 
 
-def _follow(job: Job, ranks: RankEnv, store: Any, began_unix_s: float) -> int:
+def _follow(job: Job, ranks: RankEnv, store: Any, began_s: float) -> int:
     store.set_timeout(datetime.timedelta(seconds=PREPARE_TIMEOUT_S))
     try:
         decision = json.loads(store.get("decision"))
@@ -140,7 +148,7 @@ def _follow(job: Job, ranks: RankEnv, store: Any, began_unix_s: float) -> int:
     plan, run_dir = Plan.from_json(decision["plan"]), Path(decision["run_dir"])
     attempt, epoch = int(decision["attempt"]), int(decision["epoch"])
     try:
-        return _run_rank(RankRun(job, plan, run_dir, ranks.rank, attempt, began_unix_s, epoch), store=store)
+        return _run_rank(RankRun(job, plan, run_dir, ranks.rank, attempt, began_s, epoch), store=store)
     except PhalanxError as error:
         if ranks.local_rank == 0:  # another node: rank 0's words are not on this terminal
             print(f"phalanx: rank {ranks.rank}: {error}", file=sys.stderr)

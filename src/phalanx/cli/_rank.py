@@ -7,17 +7,16 @@ import importlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 import phalanx
 from phalanx.checkpoint.agree import agreed
-from phalanx.checkpoint.epoch import Epoch
+from phalanx.checkpoint.fence import Fence
 from phalanx.checkpoint.fit import MisfitError
 from phalanx.checkpoint.folder import Folder, place_in_run
 from phalanx.checkpoint.owner import refusal_of
@@ -62,31 +61,33 @@ transforms()  # imported in the server, once, instead of in every rank
 
 @dataclass(frozen=True)
 class RankRun:
-    """What one rank is to run. `started_unix_s` is when the person pressed return."""
+    """What one rank is to run. `started_s` (monotonic) is when the person pressed return."""
 
     job: Job
     plan: Plan
     run_dir: Path
     rank: int
     attempt: int
-    started_unix_s: float
+    started_s: float
     epoch: int = 0
     """Of the job's claim on the run directory; 0 where nobody counts."""
+    holder: Mapping[str, Any] | None = None
+    """Of the lock on the run directory, as JSON: the job's supervisor."""
     report_error: Callable[[BaseException], object] = lambda error: None
     """Tells the launcher why this rank fails, before anything that may wait for other ranks. May be called twice."""
 
 
 def main(payload: dict[str, Any]) -> int:
-    """Train as one supervised rank. `payload`: run_dir, job, plan (JSON) and started_unix_s. Returns the exit code."""
+    """Train as one supervised rank. `payload`: run_dir, job, plan (JSON) and started_s. Returns the exit code."""
     ranks = read_rank_env(os.environ)
     assert ranks is not None, "the supervisor sets RANK"
     job = Job.model_validate_json(json.dumps(payload["job"]))
-    plan, started_unix_s = Plan.from_json(payload["plan"]), float(payload["started_unix_s"])
+    plan, started_s = Plan.from_json(payload["plan"]), float(payload["started_s"])
     if ranks.attempt > payload["first_attempt"]:  # a restart began with this process, not with the command
-        started_unix_s = psutil.Process().create_time()
+        started_s = time.monotonic()
     run_dir, epoch = Path(payload["run_dir"]), int(payload["epoch"])
-    report_error = payload["report_error"]
-    return run_rank(RankRun(job, plan, run_dir, ranks.rank, ranks.attempt, started_unix_s, epoch, report_error))
+    claim = epoch, payload.get("holder"), payload["report_error"]
+    return run_rank(RankRun(job, plan, run_dir, ranks.rank, ranks.attempt, started_s, *claim))
 
 
 def run_rank(run: RankRun, *, sinks: Sequence[tuple[str, OpenSink]] = (), store: Any = None) -> int:
@@ -100,9 +101,10 @@ def run_rank(run: RankRun, *, sinks: Sequence[tuple[str, OpenSink]] = (), store:
     phases = Phases(BlackBox(black_box(run.run_dir, rank)), tuple(listeners))
     if rank == 0:
         sinks = [*sinks, *sink_openers(job, run.run_dir)]
-    bus = Bus(rank=rank, attempt=run.attempt, run_dir=run.run_dir, sinks=sinks)
+    fence = Fence.of_rank(run.run_dir, run.epoch, run.holder)
+    bus = Bus(rank=rank, attempt=run.attempt, run_dir=run.run_dir, sinks=sinks, may_write=lambda: not fence.is_lost())
     try:
-        code = _train(run, bus, phases, meter, stop, store)
+        code = _train(run, bus, phases, meter, stop, store, fence)
     except BaseException:
         bus.close(CLOSE_AFTER_ERROR_S)
         raise
@@ -120,7 +122,9 @@ def _reported(run: RankRun) -> Iterator[None]:
         raise
 
 
-def _train(run: RankRun, bus: Bus, phases: Phases, meter: MemoryMeter, stop: StopFlags, store: Any) -> int:
+def _train(
+    run: RankRun, bus: Bus, phases: Phases, meter: MemoryMeter, stop: StopFlags, store: Any, fence: Fence
+) -> int:
     job, plan, run_dir = run.job, run.plan, run.run_dir
     phases.enter("startup")
     limits = {
@@ -146,7 +150,6 @@ def _train(run: RankRun, bus: Bus, phases: Phases, meter: MemoryMeter, stop: Sto
         checkpoints = open_store(
             run_dir, job.checkpoint.url, say=lambda why: bus.emit(Note("store_is_slow", {"why": why}))
         )
-        epoch = Epoch(run_dir, run.epoch) if run.epoch else None
         restored = restore_newest(checkpoints, state, bus, run_dir=run_dir, fallback=job.checkpoint.fallback)
         if restored is None:
             take_initial_weights(job.model, state, bus, run_dir)
@@ -167,11 +170,12 @@ def _train(run: RankRun, bus: Bus, phases: Phases, meter: MemoryMeter, stop: Sto
                 guards=(SkippedStepsGuard(job.resilience.max_skipped_steps),),
                 stop=stop,
                 run_dir=run_dir,
-                epoch=epoch,
+                epoch=fence.epoch,
+                fence=fence,
                 memory=meter,
             )
             if mesh.rank == 0:
-                bus.emit(_run_started(job, plan, mesh, state, restored, run.started_unix_s))
+                bus.emit(_run_started(job, plan, mesh, state, restored, run.started_s))
                 for warning in plan.warnings:
                     bus.emit(Note("warning", {"warning": warning.code, "text": warning.text}))
                 say_batch_change(job, plan, state, bus)
@@ -238,7 +242,7 @@ def restore_newest(store: Store, state: TrainState, bus: Bus, *, run_dir: Path, 
 
 
 def _run_started(
-    job: Job, plan: Plan, mesh: Mesh, state: TrainState, restored: Folder | None, started_unix_s: float
+    job: Job, plan: Plan, mesh: Mesh, state: TrainState, restored: Folder | None, started_s: float
 ) -> RunStarted:
     return RunStarted(
         run=job.run.name,
@@ -249,7 +253,7 @@ def _run_started(
         device=str(mesh.device),
         layout=plan.layout.to_json(),
         restored_from=restored.name if restored else "",
-        startup_s=time.time() - started_unix_s,
+        startup_s=time.monotonic() - started_s,
         plain_bytes=state.model.plain_bytes,
     )
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
+from phalanx.checkpoint.fence import Fence
 from phalanx.checkpoint.stores import Store, newest_step, open_store
 from phalanx.checkpoint.verify import verify_checkpoint
 from phalanx.cli._json import print_json, words_on_stderr
@@ -28,6 +32,7 @@ from phalanx.core.errors import (
     RunLockedError,
     UsageError,
 )
+from phalanx.core.files import resource_error
 from phalanx.job.load import load_job, load_job_json
 from phalanx.job.rate import reference_on_resume
 from phalanx.job.schema import Job
@@ -169,7 +174,10 @@ def _require_steps_left(run_dir: Path, job: Job) -> None:
 
 
 def _fresh_name(job: Job) -> str:
-    return f"runs/{job.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    """A name of this second; a clock that was set back names a run that is there, and gets a number."""
+    name = f"runs/{job.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = (name, *(f"{name}-{number}" for number in itertools.count(2)))
+    return next(fresh for fresh in names if not Path(fresh).exists())
 
 
 def _supervised(run: Prepared, began: float) -> int:
@@ -180,12 +188,18 @@ def _supervised(run: Prepared, began: float) -> int:
         "run_dir": str(run_dir.resolve()),
         "job": job.to_json(),
         "plan": run.plan.to_json(),
-        "started_unix_s": time.time() - (time.monotonic() - began),
+        "started_s": began,  # of the clock that all processes of this machine share
     }
+    fence = Fence(run_dir, run.lock.holder)
+
+    def claim() -> dict[str, Any]:
+        fence.epoch = run.lock.take_epoch()
+        return {"epoch": fence.epoch.number, "holder": asdict(run.lock.holder)}
+
     spec = LaunchSpec(
         entry="phalanx.cli._rank:main",
         payload=payload,
-        payload_of_attempt=lambda: {"epoch": run.lock.take_epoch().number},
+        payload_of_attempt=claim,
         num_ranks=run.plan.world_size,
         run_dir=run_dir,
         preload=preload(job),
@@ -193,29 +207,51 @@ def _supervised(run: Prepared, began: float) -> int:
         grace_s=job.resilience.grace_s,
     )
     console = console_of(job)
-    bus = Bus(rank=-1, attempt=attempt, run_dir=run_dir, on_unwritten=console.write)
+    bus = Bus(
+        rank=-1, attempt=attempt, run_dir=run_dir, on_unwritten=console.write, may_write=lambda: not fence.is_lost()
+    )
     tail = EventTail(run_dir, attempt_from=attempt)
     store = open_store(run_dir, job.checkpoint.url)
+
+    def tick() -> None:
+        if fence.is_lost():
+            raise fence.error()  # the ranks end with what they are started by
+        _show(console, tail)
+
     try:
         outcome = supervise(
             spec,
             bus=bus,
-            on_tick=lambda: _show(console, tail),
+            on_tick=tick,
             say=console.say,
             newest_step=lambda: _step_to_continue(store, run_dir),
         )
+        require_ours(fence)
         _show(console, tail)
         if outcome.status == "finished":
             score_baselines(run, bus)
             _show(console, tail)
+        require_ours(fence)
         bus.emit(RunFinished(outcome.status, outcome.exit_code, newest_step(store), time.monotonic() - began))
+        unrecorded = bus.refusal
     finally:
         console.close()
         bus.close()
     if (refusal := _refusal(run, outcome)) is not None:
         run.forget()
         raise refusal
-    return conclude(run, outcome)
+    code = conclude(run, outcome)
+    if code == ExitCode.OK and unrecorded is not None:
+        raise resource_error(
+            unrecorded, "recording that the run is finished (its last step is saved)", run_dir / "events"
+        )
+    return code
+
+
+def require_ours(fence: Fence) -> None:
+    """Raise RunTakenError if another job has the run: nothing is written into it any more, whatever came out."""
+    if fence.is_lost(now=True):
+        raise fence.error()
 
 
 def _step_to_continue(store: Store, run_dir: Path) -> int:

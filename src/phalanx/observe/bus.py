@@ -41,7 +41,8 @@ class Bus:
     """Carries the events of one process. `run_dir=None` keeps no file (library use).
 
     `sinks` are names and what opens them; they are opened in the background, at once. `on_unwritten` takes what the
-    file refuses, at once: a full disk must not hide what happens. Raises ResourceError if the file cannot be opened.
+    file refuses, at once: a full disk must not hide what happens. Once `may_write` says no (the run is another job's),
+    nothing more is written anywhere. Raises ResourceError if the file cannot be opened.
     """
 
     def __init__(
@@ -53,9 +54,10 @@ class Bus:
         sinks: Sequence[tuple[str, OpenSink]] = (),
         queue_size: int = QUEUE_SIZE,
         on_unwritten: Callable[[Envelope], None] = lambda envelope: None,
+        may_write: Callable[[], bool] = lambda: True,
     ) -> None:
         self.rank, self.attempt = rank, attempt
-        self._on_unwritten = on_unwritten
+        self._on_unwritten, self._may_write = on_unwritten, may_write
         self._num_not_json = self._num_told = 0
         self._is_refused = False
         self._redactor = Redactor(os.environ)
@@ -87,6 +89,8 @@ class Bus:
 
     def _tell(self, about: str, event: Event) -> None:
         """To the file and to every sink, except the one it is about."""
+        if not self._may_write():
+            return
         event = self._without_secrets(event)
         with self._lock:  # lines are in the file in the order of their numbers
             envelope = seal(event, rank=self.rank, attempt=self.attempt, seq=self._num_told)
@@ -108,6 +112,8 @@ class Bus:
 
         A sink that is still at work then has up to `more_s` more.
         """
+        if not self._may_write():  # nor what the sinks have not written yet: they end with the process
+            self._outlets = []
         until = time.monotonic() + timeout_s
         for outlet in self._outlets:
             outlet.finish()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 
 import torch
 
+from phalanx.checkpoint.fence import Fence
 from phalanx.core.phases import Phases
 from phalanx.mesh.mesh import Mesh
 from phalanx.observe.events import Event
@@ -34,10 +35,12 @@ class Evaluator:
         source_weights: Mapping[str, float] | None,
         stop: StopFlags,
         emit: Callable[[Event], None] = lambda event: None,
+        fence: Fence | None = None,
     ) -> None:
         self._emit = emit
         self._state, self._mesh, self._objective = state, mesh, objective
         self._held_out, self._source_weights, self._stop = held_out, source_weights, stop
+        self._fence = fence
         self._phases: Phases = state.model.phases
 
     def evaluate(self) -> Evaluation:
@@ -79,9 +82,13 @@ class Evaluator:
     def _until_stopped(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """The batches; before each, all ranks agree whether to go on: an evaluation may outlast a grace period."""
         for batch in batches:
-            votes = torch.tensor([self._stop.sigterm, self._stop.sigint], dtype=torch.float64, device=self._mesh.device)
+            is_fenced = self._fence is not None and self._mesh.rank == 0 and self._fence.is_lost()
+            asked = [self._stop.sigterm, self._stop.sigint, is_fenced]
+            votes = torch.tensor(asked, dtype=torch.float64, device=self._mesh.device)
             with self._phases("collective", "all_reduce stop votes"):
-                sigterm, sigint = self._mesh.all_reduce_sum(votes).tolist()
+                sigterm, sigint, fenced = self._mesh.all_reduce_sum(votes).tolist()
+            if fenced and self._fence is not None:
+                raise self._fence.error()
             if sigterm or sigint:
                 raise StopAskedError("sigterm" if sigterm else "sigint")
             yield batch

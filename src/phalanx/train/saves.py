@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from phalanx.checkpoint.saver import Saver
-from phalanx.core.errors import CheckpointError
+from phalanx.core.errors import CheckpointError, RunTakenError
 from phalanx.job.schema import Checkpoint
 from phalanx.mesh.mesh import Mesh
 from phalanx.observe.bus import Bus
@@ -88,6 +88,8 @@ class Saves:
         try:
             if is_last_chance or not self._saver.asynchronous or not self._begin(waited_s):
                 self._save_now(tidy)
+        except RunTakenError:
+            raise
         except CheckpointError:
             self._failed()
             if is_last_chance:

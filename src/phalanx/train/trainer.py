@@ -12,8 +12,10 @@ from typing import Protocol
 import torch
 
 from phalanx.checkpoint.epoch import Epoch
+from phalanx.checkpoint.fence import Fence
 from phalanx.checkpoint.saver import Saver, Target
 from phalanx.checkpoint.stores import open_store
+from phalanx.core.errors import RunTakenError
 from phalanx.core.phases import Phases
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import Mesh
@@ -88,12 +90,13 @@ class Trainer:
         stop: StopFlags | None = None,
         run_dir: Path | None = None,
         epoch: Epoch | None = None,
+        fence: Fence | None = None,
         records: Callable[[int], Sequence[Event]] = lambda step: (),
         memory: MemoryMeter | None = None,
     ) -> None:
         self.job, self.plan, self.mesh, self.state, self.bus = job, plan, mesh, state, bus
         self.data, self.objective, self.guards = data, objective, tuple(guards)
-        self.stop = stop or StopFlags()
+        self.stop, self.fence = stop or StopFlags(), fence
         self.run_dir, self.epoch, self.records, self.source_weights = run_dir, epoch, records, source_weights
         self.phases: Phases = state.model.phases
         self._memory = memory or MemoryMeter()
@@ -110,11 +113,14 @@ class Trainer:
     def run(self) -> str:
         """Train until the last step or an agreed stop. Returns "finished", "sigterm" or "sigint".
 
-        On every rank: CheckpointError if the save at the end or at a stop fails, or if after the first update there is
-        state that no checkpoint holds; NumericsError if a guard gives up.
+        On every rank: RunTakenError, after the step that is being done, if another job has taken the run;
+        CheckpointError if the save at the end or at a stop fails, or if after the first update there is state that no
+        checkpoint holds; NumericsError if a guard gives up.
         """
         try:
             return self._run()
+        except RunTakenError:
+            raise  # what is in flight can no longer be committed
         except BaseException:
             if self._saves is not None:
                 self._saves.leave(self.job.resilience.grace_s)
@@ -133,7 +139,9 @@ class Trainer:
             record_pipeline(self.state.step, self.job.train.steps, self.state.model, self.bus)
             if skipped is None:
                 self._require_saveable()
-            sigterm, sigint, *of_saves = facts.votes
+            sigterm, sigint, is_fenced, *of_saves = facts.votes
+            if is_fenced and self.fence is not None:
+                raise self.fence.error()
             is_end = self.state.step == self.job.train.steps and self.job.checkpoint.at_end
             if self._saves is not None:
                 self._saves.after_step(of_saves, is_stop=sigterm + sigint > 0, is_end=is_end)
@@ -178,7 +186,8 @@ class Trainer:
 
     def _votes(self) -> tuple[float, ...]:
         of_saves = self._saves.votes() if self._saves is not None else (0.0, 0.0, 0.0)
-        return float(self.stop.sigterm), float(self.stop.sigint), *of_saves
+        is_fenced = self.fence is not None and self.mesh.rank == 0 and self.fence.is_lost()
+        return float(self.stop.sigterm), float(self.stop.sigint), float(is_fenced), *of_saves
 
     def _open_saves(self) -> Saves:
         assert self.run_dir is not None
@@ -206,6 +215,7 @@ class Trainer:
             source_weights=self.source_weights,
             stop=self.stop,
             emit=self.bus.emit if self.mesh.rank == 0 else _say_nothing,
+            fence=self.fence,
         )
 
     @property
