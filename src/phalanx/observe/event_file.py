@@ -59,16 +59,22 @@ class EventFile:
             os.close(self._fd)
 
     def _write(self, line: bytes) -> None:
-        """One write, as a whole or not at all: a part of a line that found room is taken back."""
+        """Write a line as a whole or not at all: a part of it that found room is taken back."""
         data = b"\n" + line if self._is_torn else line
-        num_written = os.write(self._fd, data)
-        if num_written == len(data):
-            self._is_torn = False
-            return
-        end = os.lseek(self._fd, 0, os.SEEK_CUR)
+        num_written = 0
         try:
-            os.ftruncate(self._fd, end - num_written)
+            while num_written < len(data):  # a write that found room for a part says why with the next one
+                num_written += os.write(self._fd, data[num_written:])
+        except OSError:
+            self._take_back(num_written)
+            raise
+        self._is_torn = False
+
+    def _take_back(self, num_bytes: int) -> None:
+        """Remove what was written last; where that is refused, the next line begins on a line of its own."""
+        if num_bytes == 0:
+            return
+        try:
+            os.ftruncate(self._fd, os.lseek(self._fd, 0, os.SEEK_CUR) - num_bytes)
         except OSError:
             self._is_torn = True
-        os.write(self._fd, data)  # says why the rest found no room
-        self._is_torn = False
