@@ -147,4 +147,5 @@ class Bus:
         except (ValueError, TypeError):  # a note that is not JSON must not stop training
             self._num_not_json += 1
             return True
-        return self._file.append(line)
+        # Asked again beside the write: a process may have stood still since it began to tell this event.
+        return not self._may_write() or self._file.append(line)
