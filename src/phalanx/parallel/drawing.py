@@ -37,6 +37,7 @@ class Drawing:
         self._is_global = piece.plan.dropout == "global"
         self._names = {part: full_name(name) for name, part in module.named_modules()}
         self._rows_second = rows_second(module)
+        self.mesh_device = piece.mesh.device
         self._calling: list[str | None] = [None]
         self._drawing: set[str] = set()
         self._mode = _ByPlace(self)
@@ -183,7 +184,8 @@ class _ByPlace(TorchDispatchMode):
     def __init__(self, drawing: Drawing) -> None:
         super().__init__()
         self._drawing = drawing
-        self._attention = _PlainAttention()
+        on_gpu = drawing.mesh_device.type == "cuda"  # elsewhere nobody pays for looking at each function
+        self._attention: AbstractContextManager[Any] = _PlainAttention() if on_gpu else nullcontext()
         self.depth = 0
 
     def __enter__(self) -> Any:
