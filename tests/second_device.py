@@ -131,6 +131,11 @@ class _Dispatch(TorchDispatchMode):
             return func(*args, **kwargs)
         if not all(is_plain(t) for t in tensors):
             return NotImplemented  # a DTensor's own operations come here again, with its local tensors
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            with self:  # asked for below autograd, where torch does not take it apart before
+                made = func.decompose(*args, **kwargs)
+            if made is not NotImplemented:
+                return made
         if func.namespace in ("c10d", "fsdp", "profiler") or str(func).startswith(ANY_PLACE):
             return self._elsewhere(func, args, kwargs, tensors)
         asked = kwargs.get("device")

@@ -70,10 +70,9 @@ def communicators_of(parallel: Parallel, num_ranks: int) -> int:
         return 0
     pp, tp, cp, ep = (degree or 1 for degree in (parallel.pp, parallel.tp, parallel.cp, parallel.ep))
     shares = num_ranks // (pp * tp)  # cp reduces gradients, too
-    axes = [pp, tp, cp, ep, shares // cp]
-    if num_ranks in axes and ep == 1 and pp == 1:
-        return 1  # one axis, and it is all ranks
     is_hybrid = (parallel.dp_replicate or 1) > 1 and (parallel.dp_shard or 1) * cp > 1
+    if num_ranks in (tp, cp, shares // cp) and ep == 1 and not is_hybrid:
+        return 1  # one axis, and it is all ranks
     of_experts = 2 if ep > 1 else 0  # those with other experts, and those with the same ones
     of_pipeline = 4 if pp > 2 else 2 if pp == 2 else 0
     return 1 + (tp > 1) + (cp > 1) + (shares > 1) + is_hybrid + of_experts + of_pipeline
