@@ -146,7 +146,7 @@ def counted() -> dict[int, list[dict[str, Any]]]:
     by_ranks: dict[int, list[str]] = {}
     for name, case in CASES.items():
         by_ranks.setdefault(case.ranks, []).append(name)
-    return {ranks: run_ranks(ranks, of_all, names) for ranks, names in by_ranks.items()}
+    return {ranks: run_ranks(ranks, of_all, names, deadline_s=600.0) for ranks, names in by_ranks.items()}
 
 
 @pytest.mark.parametrize("name", CASES)
