@@ -68,12 +68,13 @@ class MixtureOfExperts(nn.Module):
         routing = self.router(x_BTD)
         x_ND, num_experts = x_BTD.flatten(0, 1), self.router.num_experts
         expert_R = routing.experts_BTK.flatten()
+        drops = routing.kept_BTK is not None
         if routing.kept_BTK is not None:  # what an expert has no room for stands behind all rows
             expert_R = expert_R.where(routing.kept_BTK.flatten(), num_experts)
         order = expert_R.argsort(stable=True)
-        counts_E = torch.zeros(num_experts + 1, dtype=torch.int64, device=x_BTD.device)
+        counts_E = torch.zeros(num_experts + drops, dtype=torch.int64, device=x_BTD.device)
         counts_E = counts_E.scatter_add_(0, expert_R, torch.ones_like(expert_R))[:num_experts]
-        rows = _Rows.of(order, sum(sizes_of(counts_E)) if routing.kept_BTK is not None else len(order), len(x_ND))
+        rows = _Rows.of(order, sum(sizes_of(counts_E)) if drops else len(order), len(x_ND))
         weight_R = routing.weights_BTK.flatten()[rows.order]
         out_RD = self.dispatch(_TakeRows.apply(x_ND, rows.token_R, rows.row_KN), counts_E, self.experts)
         out_ND: torch.Tensor = _WeightedSum.apply(out_RD, weight_R, rows.order, rows.row_KN)
