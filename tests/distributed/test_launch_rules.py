@@ -19,9 +19,10 @@ from phalanx.launch.attempt import AttemptEnd, RankExit
 from phalanx.launch.end_record import EndRecord, EndWriter, open_end_pipe
 from phalanx.launch.external import external_ranks
 from phalanx.launch.paths import black_box, clear_black_boxes, next_attempt
-from phalanx.launch.rank_env import RankEnv, rank_variables
+from phalanx.launch.rank_env import ALLOCATOR_VARIABLES, RankEnv, rank_variables
 from phalanx.launch.reports import ErrorReport, describe
 from phalanx.launch.restarts import RestartPolicy
+from phalanx.launch.server_process import _server_environment
 from phalanx.launch.signature import signature_of
 from phalanx.launch.verdict import Failure, find_failure
 
@@ -430,3 +431,20 @@ class TestRestartPolicy:
     def test_no_restarts_at_all(self) -> None:
         with pytest.raises(RestartBudgetError):
             RestartPolicy(max_restarts=0, window_s=3600).admit(self.failure(1), now_s=0)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_memory_of_gpus_grows_in_segments_unless_the_user_says_otherwise(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch reads it when it is loaded, which is in the server that forks the ranks."""
+    ranks = RankEnv(0, 2, 0, 2)
+    for variable in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    wanted = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert wanted.items() <= rank_variables(ranks, 1, {}).items()
+    assert wanted.items() <= _server_environment().items()
+    monkeypatch.setenv(name, "max_split_size_mb:64")
+    assert not set(ALLOCATOR_VARIABLES) & set(rank_variables(ranks, 1, {name: "max_split_size_mb:64"}))
+    found = _server_environment()
+    assert {v: found[v] for v in ALLOCATOR_VARIABLES if v in found} == {name: "max_split_size_mb:64"}

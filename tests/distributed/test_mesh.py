@@ -507,3 +507,20 @@ def test_all_ranks_ask_for_the_same_groups_in_the_same_order(world_size: int, mo
     for rank, other in zip(ranks[1:], others, strict=True):
         for layout, mine, theirs in zip(chosen, first, other, strict=True):
             assert mine == theirs, f"{layout}: ranks 0 and {rank}"
+
+
+def threads_of(rank: int) -> tuple[int, int, int]:
+    """Before, inside and after, where the rank has a GPU (which there is not) and the server one thread."""
+    mesh_file.choose_device = lambda kind, local_rank: torch.device("cuda", local_rank)  # type: ignore[assignment]
+    torch.cuda.set_device = lambda device: None  # type: ignore[assignment]
+    os.environ |= {"OMP_NUM_THREADS": "3", "LOCAL_WORLD_SIZE": "1"}
+    before = torch.get_num_threads()
+    with open_mesh(Layout()) as opened:
+        assert opened.device.type == "cuda"
+        inside = torch.get_num_threads()
+    return before, inside, torch.get_num_threads()
+
+
+def test_ranks_with_a_gpu_have_their_threads_too() -> None:
+    """Reference: OMP_NUM_THREADS of the rank, which torch read in the server before it was set."""
+    assert run_ranks(1, threads_of) == [(1, 3, 1)]

@@ -19,6 +19,7 @@ from phalanx.data.order import SampleOrder
 from phalanx.data.prepare import prepare_corpus
 from phalanx.data.samples import Arrays, SampleSpec, TokenSamples, Windows, open_samples
 from phalanx.job.schema import Data, Source
+from second_device import CUDA, second_device
 
 SEQ_LEN = 8
 
@@ -309,3 +310,24 @@ def test_a_record_names_what_was_read_and_is_told_once(corpus: Corpus) -> None:
     batches.step_microbatches(6)
     assert batches.record(6)[0].xxh3 != event.xxh3
     assert TrainBatches(SampleSpec(str(corpus.directory), SEQ_LEN, 3), share, prefetch=False).record(5) == []
+
+
+def test_batches_for_a_gpu_lie_in_page_locked_memory_before_they_are_asked_for(corpus: Corpus) -> None:
+    """From other memory a copy waits for the device. The thread that reads ahead puts them there, on its own GPU."""
+    chosen: list[tuple[str, object]] = []
+    spec = SampleSpec(str(corpus.directory), SEQ_LEN, 3)
+    plain = TrainBatches(spec, Share(12, 4), prefetch=False).step_microbatches(1)
+    with second_device() as waits, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "set_device", lambda device: chosen.append((threading.current_thread().name, device)))
+        batches = TrainBatches(spec, Share(12, 4), pin_for=CUDA)
+        try:
+            found = batches.step_microbatches(1)
+        finally:
+            batches.close()
+        assert same(found, plain)
+        assert all(tensor.is_pinned() for batch in found for tensor in batch.values())
+        for batch in found:
+            for tensor in batch.values():
+                tensor.to(CUDA, non_blocking=True)
+        assert not waits.counts
+    assert {(name.rpartition("_")[0], device) for name, device in chosen} == {("phalanx-data", CUDA)}

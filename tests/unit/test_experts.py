@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import shape
 from phalanx.job.shape import ModelShape
 from phalanx.job.tensors import tensor_shapes
+from phalanx.mesh import grouped
+from phalanx.nn import experts
 from phalanx.nn.experts import MixtureOfExperts
 from phalanx.nn.grouped import GroupedLinear
 from phalanx.nn.models.decoder import build
 from phalanx.nn.objective import causal_cross_entropy
 from phalanx.nn.routing import Balance, capacity
+from second_device import CUDA, second_device
 
 B, T, E, K = 3, 7, 6, 2
 MIXTRAL = replace(shape(), dim=16, num_experts=E, experts_per_token=K, expert_ffn_dim=12, balance_loss=0.1)
@@ -129,3 +135,76 @@ def test_a_balance_loss_that_nobody_weighs_is_an_error_and_not_silence() -> None
 def test_capacity_is_the_even_share_times_a_factor_rounded_up() -> None:
     assert [capacity(128, 2, 8, factor) for factor in (1.0, 1.25, 0.01)] == [32, 40, 1]
     assert capacity(7, 2, 6, 1.0) == math.ceil(14 / 6)
+
+
+class _Seen(TorchDispatchMode):
+    """The names of all operations, backwards included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def added_by_index(row_RD: torch.Tensor, row_KN: torch.Tensor, weight_R: torch.Tensor | None = None) -> torch.Tensor:
+    """The reference: index_add, which adds up in the order of rows on a CPU, and in any order on a GPU."""
+    out_ND = row_RD.new_zeros(row_KN.shape[1], row_RD.shape[1])
+    places = {int(row): token for of_token in row_KN for token, row in enumerate(of_token)}
+    token_R = torch.tensor([places[row] for row in range(len(row_RD))], dtype=torch.int64)
+    weighted = row_RD if weight_R is None else row_RD * weight_R[:, None].to(row_RD.dtype)
+    return out_ND.index_add_(0, token_R, weighted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("capacity", [0.0, 0.5, 1.0])
+def test_rows_are_added_up_in_one_order(capacity: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reference: index_add on the CPU, to the last bit; and it is none, which on a GPU has another order each time."""
+    torch.manual_seed(5)
+    layer = MixtureOfExperts(
+        replace(MIXTRAL, num_experts=5, experts_per_token=3, balance_loss=0.0, expert_capacity=capacity), Balance()
+    )
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    layer = layer.to(dtype)
+    x = torch.randn(3, 7, 16, dtype=dtype)
+
+    def results() -> list[torch.Tensor]:
+        layer.zero_grad()
+        leaf = x.clone().requires_grad_()
+        out = layer(leaf)
+        out.sin().sum().backward()
+        return [out.detach(), leaf.grad, *(p.grad for p in layer.parameters())]  # type: ignore[list-item]
+
+    with _Seen() as seen:
+        found = results()
+    assert not [name for name in seen.names if name.startswith("index_add")], seen.names
+    monkeypatch.setattr(experts, "_added_up", added_by_index)
+    for one, other in zip(found, results(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_experts_without_rows_have_gradient_zero_whatever_a_kernel_leaves_in_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A double of a grouped product that writes nothing for a group without rows, where NaN was before."""
+
+    def poisoned(a: torch.Tensor, b: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+        ends = [0, *offs.cpu().tolist()]
+        made = torch.full((len(offs), a.shape[0], b.shape[1]), torch.nan, dtype=a.dtype, device=a.device)
+        for group, (start, end) in enumerate(itertools.pairwise(ends)):
+            if end > start:
+                made[group] = a[:, start:end] @ b[start:end]
+        return made
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", poisoned)
+    with second_device():
+        counts = torch.tensor([3, 0, 5], device=CUDA)
+        a, b = (torch.randn(8, 16, dtype=torch.bfloat16, device=CUDA) for _ in range(2))
+        made = grouped.rows_by_rows(a, b, counts).cpu()
+    assert torch.equal(made[1], torch.zeros(16, 16, dtype=torch.bfloat16))
+    assert not made.isnan().any()
+    assert made[0].any()
+    assert made[2].any()

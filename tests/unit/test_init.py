@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from statistics import NormalDist
 
 import numpy as np
@@ -13,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.mesh.logical import Box, LogicalShard
+from phalanx.nn import init
 from phalanx.nn.init import InitRule, initialize_shards, standard_normal
+from ranks import run_ranks
 
 RULES = (InitRule("*norm*", constant=1.0), InitRule("zero", constant=0.0), InitRule("*", std=0.02))
 
@@ -118,3 +121,25 @@ def test_numbers_are_philox_bits_through_the_inverse_normal_distribution() -> No
     halves = np.random.Philox(key=77).random_raw(500).view(np.uint32)
     wanted = [NormalDist().inv_cdf((int(half >> 9) + 0.5) / 2**23) for half in halves]
     assert standard_normal(77, 0, 1000).tolist() == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+
+
+def drawn_on(rank: int, threads: int) -> tuple[torch.Tensor, int]:
+    """A run of many chunks with an odd start and end, and on how many threads it was drawn."""
+    torch.set_num_threads(threads)
+    names: set[str] = set()
+    draw = init._normals
+
+    def watched(key: int, start: int, count: int) -> torch.Tensor:
+        names.add(threading.current_thread().name)
+        return draw(key, start, count)
+
+    init._normals = watched
+    return standard_normal(7, 12_345, init.THREADS_FROM + 4_321), len(names)
+
+
+def test_large_runs_are_drawn_on_all_threads_with_the_same_bits() -> None:
+    ((alone, one),) = run_ranks(1, drawn_on, 1)
+    ((together, several),) = run_ranks(1, drawn_on, 4)
+    assert one == 1
+    assert several > 1
+    assert torch.equal(alone, together)

@@ -12,14 +12,14 @@ import pytest
 from models import CPU
 from phalanx.core.errors import DataError, ExitCode, LayoutError
 from phalanx.job.nearby import divisors, nearest
-from phalanx.job.schema import Job
+from phalanx.job.schema import Job, Parallel
 from phalanx.job.shape import Measured, measured_shape
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.describe import describe
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
-from phalanx.plan.weigh import HEADROOM
+from phalanx.plan.weigh import CPU_HEADROOM, GPU_HEADROOM, communicators_of
 
 GIB = 2**30
 CORES = Cluster("cpu", 8, 64 * GIB)
@@ -68,7 +68,7 @@ def test_sharding_is_chosen_when_needed_and_no_more_than_needed() -> None:
             names.append("refused" if "GiB are there" in str(error) else str(error))
             continue
         names.append(found.chosen.name)
-        assert found.chosen.total_bytes <= found.capacity_bytes <= HEADROOM * gib * GIB
+        assert found.chosen.total_bytes <= found.capacity_bytes <= GPU_HEADROOM.share * gib * GIB
         simpler = found.alternatives[: found.alternatives.index(found.chosen)]
         assert not any(c.fits for c in simpler)
     assert names == sorted(names, key=["ddp", "zero1", "zero2", "zero3", "refused"].index)
@@ -330,3 +330,33 @@ def test_a_vit_cannot_cut_its_sequence() -> None:
     body = {"parallel": {"ranks": 2, "tp": 2, "sequence_parallel": True}, "model": {"kind": "vit"}}
     with pytest.raises(LayoutError, match="a vit cannot do with a part of its sequence"):
         make_plan(Job.model_validate(body), cluster=CPU)
+
+
+COMMUNICATORS = {
+    "one": (1, {}, 0),
+    "ddp": (8, {"dp_replicate": 8}, 1),
+    "tp": (8, {"tp": 8}, 1),
+    "hsdp": (8, {"dp_replicate": 2, "dp_shard": 4}, 3),
+    "tp and data": (8, {"tp": 2}, 3),
+    "pairs of a pipeline": (4, {"pp": 4}, 5),
+    "ep": (8, {"dp_shard": 8, "ep": 4}, 4),
+    "tp, cp and data": (8, {"tp": 2, "cp": 2}, 4),
+}
+
+
+@pytest.mark.parametrize("name", COMMUNICATORS)
+def test_communicators_of_a_rank_are_counted(name: str) -> None:
+    ranks, parallel, count = COMMUNICATORS[name]
+    assert communicators_of(Parallel(ranks=ranks, **parallel), ranks) == count
+
+
+def test_a_plan_for_gpus_leaves_room_for_communicators_and_says_so() -> None:
+    """An 80 GiB card: nine tenths, less 614 MiB, and 200 MiB for each communicator. A CPU's plan is without."""
+    cards, cores = Cluster("cuda", 8, 80 * GIB), Cluster("cpu", 8, 80 * GIB)
+    found = plan(cards, parallel={"tp": 2, "ranks": 8}, train={"global_batch_size": 8})
+    assert found.capacity_bytes == round(0.9 * 80 * GIB) - (614 + 3 * 200) * 2**20
+    (line,) = [reason for reason in found.reasons if reason.startswith("memory: ")]
+    assert "90% of a GPU's 80.0 GiB, less 614.0 MiB of its context and 3 x 200.0 MiB of communicators" in line
+    on_cpu = plan(cores, parallel={"tp": 2, "ranks": 8}, train={"global_batch_size": 8})
+    assert on_cpu.capacity_bytes == round(CPU_HEADROOM.share * cores.memory_per_rank(8)) - 450 * 2**20
+    assert not any(reason.startswith("memory: ") for reason in on_cpu.reasons)

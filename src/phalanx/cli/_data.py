@@ -47,6 +47,7 @@ def open_train_batches(
         emit=bus.emit,
         worker_logs=rank_log(run_dir, mesh.rank, bus.attempt).with_suffix(""),
         rank=mesh.rank,
+        pin_for=mesh.device,
     )
     if mesh.rank == 0:
         _say_split(corpus, bus)

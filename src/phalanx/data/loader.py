@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +27,6 @@ from phalanx.data.workers import WorkerPool
 from phalanx.observe.events import Event, SamplesRead
 
 Batch = dict[str, torch.Tensor]
-_Build = Callable[[int], Arrays]
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ class TrainBatches:
     `workers=0` reads ahead in a thread; a user's own dataset is then read in the step itself, because its code may not
     run beside the training's (it draws from the same global generators). `emit` takes what becomes of workers; what
     they print goes to files whose names begin with `worker_logs`; `rank` is whose they are. `keep_record` makes
-    `record` answer.
+    `record` answer. `pin_for`, a GPU: batches lie in page-locked memory, from which it copies them without being waited
+    for; the thread that reads ahead puts them there.
     """
 
     def __init__(
@@ -89,8 +90,9 @@ class TrainBatches:
         emit: Callable[[Event], None] = lambda event: None,
         worker_logs: Path | None = None,
         rank: int | None = None,
+        pin_for: torch.device | None = None,
     ) -> None:
-        self.share = share
+        self.share, self._pin_for = share, pin_for
         self._samples: Samples | None = None
         self._reader: WorkerPool | _Prefetch | None = None
         if workers:
@@ -106,17 +108,19 @@ class TrainBatches:
         else:
             self._samples = spec.open()
             if prefetch and not isinstance(self._samples, UserSamples):
-                self._reader = _Prefetch(self._build)
+                self._reader = _Prefetch(self._load)
         self._keep_record = keep_record
         self._digests: dict[int, str] = {}
 
     def step_microbatches(self, step: int) -> list[Batch]:
         """The microbatches of `step` (1-based), in order. An error of what reads ahead is raised here."""
-        arrays = self._reader.get(step) if self._reader else self._build(step)
+        if isinstance(self._reader, _Prefetch):
+            loaded = self._reader.get(step)
+        else:
+            loaded = self._loaded(self._reader.get(step) if self._reader else self._build(step))
         if self._keep_record:
-            self._digests[step] = digest_of(arrays)
-        size = self.share.micro_batch_size
-        tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+            self._digests[step] = digest_of(loaded.arrays)
+        size, tensors = self.share.micro_batch_size, loaded.tensors
         return [
             {name: tensor[number * size : (number + 1) * size] for name, tensor in tensors.items()}
             for number in range(self.share.num_microbatches)
@@ -141,21 +145,38 @@ class TrainBatches:
         assert self._samples is not None
         return self._samples.take(self.share.sample_indices(step).ravel())
 
+    def _load(self, step: int) -> _Loaded:
+        return self._loaded(self._build(step))
+
+    def _loaded(self, arrays: Arrays) -> _Loaded:
+        tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+        if self._pin_for is not None and self._pin_for.type == "cuda":
+            torch.cuda.set_device(self._pin_for)  # another thread's is the first GPU, on which it would open a context
+            tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
+        return _Loaded(arrays, tensors)
+
+
+class _Loaded(NamedTuple):
+    """What was read for a step, and as tensors."""
+
+    arrays: Arrays
+    tensors: Batch
+
 
 class _Prefetch:
     """Builds the step after the one asked for in one background thread; at most one finished step waits."""
 
-    def __init__(self, build: _Build) -> None:
+    def __init__(self, load: Callable[[int], _Loaded]) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="phalanx-data")
-        self._build = build
-        self._waiting: tuple[int, Future[Arrays]] | None = None
+        self._load = load
+        self._waiting: tuple[int, Future[_Loaded]] | None = None
 
-    def get(self, step: int) -> Arrays:
+    def get(self, step: int) -> _Loaded:
         if self._waiting is not None and self._waiting[0] == step:
             future = self._waiting[1]
         else:  # the first step, or a jump: after resuming, rolling back
-            future = self._thread.submit(self._build, step)
-        self._waiting = (step + 1, self._thread.submit(self._build, step + 1))
+            future = self._thread.submit(self._load, step)
+        self._waiting = (step + 1, self._thread.submit(self._load, step + 1))
         return future.result()
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from phalanx.core.errors import EnvironmentProblem
 from phalanx.core.launchers import check_range, loopback_interface, read_integer, read_port
 
 SERVER_CHOSE_THREADS = "PHALANX_SERVER_CHOSE_THREADS"  # the server's one thread is not the user's wish for the ranks
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # first: the newest
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -49,7 +50,15 @@ def rank_variables(ranks: RankEnv, master_port: int, environ: Mapping[str, str])
     chosen = {name: value for name, value in defaults.items() if name not in environ}
     if SERVER_CHOSE_THREADS in environ:
         chosen["OMP_NUM_THREADS"] = threads
-    return variables | chosen
+    return variables | allocator_variables(environ) | chosen
+
+
+def allocator_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """How the memory of a GPU is given out, where the user says nothing of it: in segments that grow. Tensors of
+    another size in each step, as experts have, else leave holes that nothing fits into. torch reads it once."""
+    if any(name in environ for name in ALLOCATOR_VARIABLES):
+        return {}
+    return {ALLOCATOR_VARIABLES[0]: "expandable_segments:True"}
 
 
 def read_rank_env(environ: Mapping[str, str]) -> RankEnv | None:

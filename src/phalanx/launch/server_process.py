@@ -11,7 +11,7 @@ from pathlib import Path
 
 from phalanx.core.files import append_regular, open_regular, resource_error
 from phalanx.launch.paths import server_log
-from phalanx.launch.rank_env import SERVER_CHOSE_THREADS, THREAD_VARIABLES
+from phalanx.launch.rank_env import SERVER_CHOSE_THREADS, THREAD_VARIABLES, allocator_variables
 from phalanx.launch.signals import signal_name
 from phalanx.launch.wire import Channel
 
@@ -112,7 +112,8 @@ def _server_environment() -> dict[str, str]:
     Libraries ask torch for GPUs when they are imported. Torch then asks the driver, and no fork can use CUDA any more,
     unless it is told to ask NVML.
     """
-    environment = dict.fromkeys(THREAD_VARIABLES, "1") | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"} | dict(os.environ)
+    defaults = {**dict.fromkeys(THREAD_VARIABLES, "1"), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    environment = defaults | allocator_variables(os.environ) | dict(os.environ)
     if "OMP_NUM_THREADS" not in os.environ:
         environment[SERVER_CHOSE_THREADS] = "1"  # ranks choose for themselves
     home = str(Path(__file__).parents[2])

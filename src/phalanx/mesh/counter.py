@@ -11,9 +11,10 @@ wraps around in torch, so plain integer arithmetic gives the same bits on every 
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -48,30 +49,48 @@ def keep_mask(
         return mask.zero_()
     rows = torch.arange(1 + offsets[0], 1 + offsets[0] + sizes[0], dtype=torch.int64, device=device)
     rows = _mix(rows.mul_(_GOLDEN).add_(_signed(key)))
-    starts, run = _runs(inner, offsets[1:], inside)
-    lines = mask.view(sizes[0], len(starts), run)
-    for odd in (0, 1):  # where in its pair a run begins
-        numbers = [number for number, start in enumerate(starts) if start % 2 == odd]
-        if not numbers:
+    runs = _runs(inner, tuple(offsets[1:]), inside, torch.device(device))
+    lines = mask.view(sizes[0], runs.count, runs.length)
+    for odd, (numbers, offsets_of_pairs) in enumerate(runs.by_parity):
+        if offsets_of_pairs is None:
             continue
-        pairs = torch.tensor([starts[n] // 2 for n in numbers], dtype=torch.int64, device=device)
-        bases = (rows[:, None] + pairs.mul_(_GOLDEN)).view(-1)
-        if len(numbers) == len(starts):
-            _fill(lines.view(-1, run), bases, odd, threshold)
+        bases = (rows[:, None] + offsets_of_pairs).view(-1)
+        if numbers is None:
+            _fill(lines.view(-1, runs.length), bases, odd, threshold)
         else:
-            part = torch.empty(len(bases), run, dtype=torch.bool, device=device)
+            part = torch.empty(len(bases), runs.length, dtype=torch.bool, device=device)
             _fill(part, bases, odd, threshold)
-            lines[:, numbers] = part.view(sizes[0], len(numbers), run)
+            lines.index_copy_(1, numbers, part.view(sizes[0], len(numbers), runs.length))
     return mask
 
 
-def _runs(sizes: Sequence[int], offsets: Sequence[int], whole: Sequence[int]) -> tuple[list[int], int]:
-    """A box of a row as runs of elements that follow one another: (where each begins, how long all are)."""
+@dataclass(frozen=True)
+class _Runs:
+    """A box of a row as `count` runs of `length` elements that follow one another.
+
+    `by_parity`: of the runs that begin with the low half of a pair, and of those with the high one, (their numbers,
+    what their first pairs add to a row's bits); numbers None: all of them; both None: there are none.
+    """
+
+    count: int
+    length: int
+    by_parity: tuple[tuple[torch.Tensor | None, torch.Tensor | None], ...]
+
+
+@functools.lru_cache(maxsize=64)  # every step asks for the same few boxes, and a copy to a GPU would wait for it
+def _runs(sizes: tuple[int, ...], offsets: tuple[int, ...], whole: tuple[int, ...], device: torch.device) -> _Runs:
     cut = max((d for d in range(len(sizes)) if sizes[d] != whole[d]), default=0)
     strides = [math.prod(whole[d + 1 :]) for d in range(len(sizes))]
-    first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
-    places = itertools.product(*(range(0, sizes[d] * strides[d], strides[d]) for d in range(cut)))
-    return [first + sum(place) for place in places], math.prod(sizes[cut:])
+    start = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    starts = torch.full((1,), start, dtype=torch.int64)
+    for size, stride in zip(sizes[:cut], strides, strict=False):
+        starts = (starts[:, None] + torch.arange(0, size * stride, stride)).view(-1)
+    found: list[tuple[torch.Tensor | None, torch.Tensor | None]] = []
+    for odd in (0, 1):
+        numbers = (starts % 2 == odd).nonzero().view(-1)
+        pairs = (starts[numbers] // 2).mul_(_GOLDEN).to(device) if len(numbers) else None
+        found.append((numbers.to(device) if 0 < len(numbers) < len(starts) else None, pairs))
+    return _Runs(len(starts), math.prod(sizes[cut:]), tuple(found))
 
 
 def _fill(lines: torch.Tensor, bases: torch.Tensor, odd: int, threshold: int) -> None:

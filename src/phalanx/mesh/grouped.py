@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from phalanx.mesh.casts import cast_weight
 
 ROUND_TO = 64  # rows
+_SIZES = "_phalanx_sizes"
 
 
 def grouped_linear(x_RI: torch.Tensor, weight_EOI: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
@@ -29,6 +30,23 @@ def autocast_type(x: torch.Tensor) -> torch.dtype:
     kind = x.device.type
     is_cast = torch.is_autocast_enabled(kind) and x.dtype is not torch.float64
     return torch.get_autocast_dtype(kind) if is_cast else x.dtype
+
+
+def sizes_of(counts_E: torch.Tensor) -> list[int]:
+    """`counts_E` for the host, which reads them once: a mixture's products and their gradients share them."""
+    if torch.compiler.is_compiling():
+        return counts_E.tolist()
+    sizes: list[int] | None = getattr(counts_E, _SIZES, None)
+    if sizes is None:
+        sizes = counts_E.tolist()
+        with_sizes(counts_E, sizes)
+    return sizes
+
+
+def with_sizes(counts_E: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    """`counts_E`, whose numbers the host knows already: nobody waits for a GPU to learn them."""
+    setattr(counts_E, _SIZES, sizes)
+    return counts_E
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -56,15 +74,17 @@ def rows_times(x_RI: torch.Tensor, matrix_EIO: torch.Tensor, counts_E: torch.Ten
     """[R, O]: rows of expert e times matrix[e]."""
     if _has_kernel(x_RI, matrix_EIO.shape[2]):
         return F.grouped_mm(x_RI, matrix_EIO, offs=_ends(counts_E))
-    parts = x_RI.split(counts_E.tolist())
+    parts = x_RI.split(sizes_of(counts_E))
     return torch.cat([(_even(part) @ matrix)[: len(part)] for part, matrix in zip(parts, matrix_EIO, strict=True)])
 
 
 def rows_by_rows(a_RO: torch.Tensor, b_RI: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
     """[E, O, I]: of each expert the product of its rows of a and b, summed over rows."""
     if _has_kernel(a_RO, b_RI.shape[1]):
-        return F.grouped_mm(a_RO.T, b_RI, offs=_ends(counts_E))
-    sizes = counts_E.tolist()
+        made = F.grouped_mm(a_RO.T, b_RI, offs=_ends(counts_E))
+        # On some GPUs the kernel writes nothing for a group without rows (pytorch #172439): what was in memory stays.
+        return made if made.device.type == "cpu" else made.masked_fill_((counts_E == 0)[:, None, None], 0)
+    sizes = sizes_of(counts_E)
     return torch.stack([_even(a).T @ _even(b) for a, b in zip(a_RO.split(sizes), b_RI.split(sizes), strict=True)])
 
 

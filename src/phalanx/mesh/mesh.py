@@ -256,8 +256,10 @@ def open_mesh(
         store = store or open_store(rendezvous_s=rendezvous_s)
         # Before the device: making its context takes seconds, one after another on a machine with several GPUs.
         wait_for_all(store, rank, world_size, rendezvous_s=rendezvous_s, timeout_s=timeout_s)
+    # Ranks with a GPU compute on the CPU, too: an offloaded optimizer, initial weights, norms. The server that forks
+    # them has one thread, and what OMP_NUM_THREADS says afterwards torch no longer reads by itself.
+    torch.set_num_threads(threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)))
     if where.type == "cpu":
-        torch.set_num_threads(threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)))
         if layout.reduced.dp_shard > 1:
             return_large_blocks()
     else:

@@ -6,10 +6,10 @@ Shape suffixes: B batch, T sequence, D model width, H query heads, K key/value h
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from phalanx.job.shape import ModelShape
+from phalanx.mesh.attend import attend
 from phalanx.nn.norms import RMSNorm
 from phalanx.nn.rotary import rotate
 
@@ -61,16 +61,11 @@ class AttentionCore(nn.Module):
         document_ids_BT: torch.Tensor | None = None,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        groups = q_BHTE.shape[1] // k_BKTE.shape[1]
-        if groups > 1:
-            k_BKTE, v_BKTE = (x.repeat_interleave(groups, dim=1) for x in (k_BKTE, v_BKTE))
         if mask is None:
             mask = attention_mask(
                 q_BHTE.shape[2], self.window, document_ids_BT, q_BHTE.dtype, q_BHTE.device, causal=self.causal
             )
-        if mask is None:
-            return F.scaled_dot_product_attention(q_BHTE, k_BKTE, v_BKTE, is_causal=self.causal)
-        return F.scaled_dot_product_attention(q_BHTE, k_BKTE, v_BKTE, attn_mask=mask)
+        return attend(q_BHTE, k_BKTE, v_BKTE, mask, is_causal=self.causal)
 
 
 class Attention(nn.Module):

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
 from phalanx.job.shape import ModelShape
+from phalanx.mesh.grouped import sizes_of
 from phalanx.nn.feed_forward import ACTIVATIONS, FeedForward
 from phalanx.nn.grouped import GroupedLinear
 from phalanx.nn.routing import Balance, Router
@@ -65,38 +66,88 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         routing = self.router(x_BTD)
-        x_ND, per_token = x_BTD.flatten(0, 1), self.router.per_token
+        x_ND, num_experts = x_BTD.flatten(0, 1), self.router.num_experts
         expert_R = routing.experts_BTK.flatten()
-        weight_R = routing.weights_BTK.flatten()
-        token_R = torch.arange(len(x_ND), device=x_BTD.device).repeat_interleave(per_token)
-        if routing.kept_BTK is not None:
-            kept = routing.kept_BTK.flatten().nonzero().squeeze(1)
-            expert_R, weight_R, token_R = expert_R[kept], weight_R[kept], token_R[kept]
+        drops = routing.kept_BTK is not None
+        if routing.kept_BTK is not None:  # what an expert has no room for stands behind all rows
+            expert_R = expert_R.where(routing.kept_BTK.flatten(), num_experts)
         order = expert_R.argsort(stable=True)
-        token_R = token_R[order]
-        counts_E = torch.zeros(self.router.num_experts, dtype=torch.int64, device=x_BTD.device)
-        counts_E.scatter_add_(0, expert_R, torch.ones_like(expert_R))
-        out_RD = self.dispatch(x_ND.index_select(0, token_R), counts_E, self.experts)
-        out_ND: torch.Tensor = _WeightedSum.apply(out_RD, weight_R[order], token_R, len(x_ND))
+        counts_E = torch.zeros(num_experts + drops, dtype=torch.int64, device=x_BTD.device)
+        counts_E = counts_E.scatter_add_(0, expert_R, torch.ones_like(expert_R))[:num_experts]
+        rows = _Rows.of(order, sum(sizes_of(counts_E)) if drops else len(order), len(x_ND))
+        weight_R = routing.weights_BTK.flatten()[rows.order]
+        out_RD = self.dispatch(_TakeRows.apply(x_ND, rows.token_R, rows.row_KN), counts_E, self.experts)
+        out_ND: torch.Tensor = _WeightedSum.apply(out_RD, weight_R, rows.order, rows.row_KN)
         out_BTD = out_ND.view_as(x_BTD)
         return out_BTD if self.shared is None else out_BTD + self.shared(x_BTD)
 
 
+class _Rows(NamedTuple):
+    """Which rows are of which token.
+
+    order: [R], the choice, of all N x K, that each row is of; token_R: its token; row_KN: of each token its rows,
+    ascending, R or more where one was dropped.
+    """
+
+    order: torch.Tensor
+    token_R: torch.Tensor
+    row_KN: torch.Tensor
+
+    @classmethod
+    def of(cls, order: torch.Tensor, num_rows: int, num_tokens: int) -> _Rows:
+        """`order`: the choices, of which the first `num_rows` have a row."""
+        per_token = len(order) // max(1, num_tokens)
+        row = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        row_KN = row.view(num_tokens, per_token).sort(dim=1).values.T.contiguous()
+        order = order[:num_rows]
+        return cls(order, order.div(per_token, rounding_mode="floor"), row_KN)
+
+
+def _added_up(row_RD: torch.Tensor, row_KN: torch.Tensor, weight_R: torch.Tensor | None = None) -> torch.Tensor:
+    """[N, D]: the rows of each token, times their weights if there are any, one after another in their order: where
+    threads of a device add to one place, as in index_add, the order and so the sum would be another each time."""
+    num_rows, is_full = len(row_RD), len(row_RD) < row_KN.numel()
+    wide = torch.promote_types(row_RD.dtype, torch.float32)  # a half's sum is rounded once
+    out_ND = row_RD.new_zeros(row_KN.shape[1], row_RD.shape[1], dtype=wide)
+    for row_N in row_KN if num_rows else ():
+        at = row_N.clamp(max=num_rows - 1) if is_full else row_N
+        part_ND = row_RD.index_select(0, at)
+        if weight_R is not None:
+            part_ND = part_ND.mul_(weight_R.index_select(0, at)[:, None].to(part_ND.dtype))
+        out_ND += part_ND.masked_fill_((row_N >= num_rows)[:, None], 0) if is_full else part_ND
+    return out_ND.to(row_RD.dtype)
+
+
+class _TakeRows(torch.autograd.Function):
+    """Tokens [N, D] -> rows [R, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: torch.Tensor, token_R: torch.Tensor, row_KN: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(row_KN)
+        return x_ND.index_select(0, token_R)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RD: torch.Tensor) -> Any:  # type: ignore[override]
+        (row_KN,) = ctx.saved_tensors
+        return _added_up(grad_RD, row_KN), None, None
+
+
 class _WeightedSum(torch.autograd.Function):
-    """Rows times their weights, added up by token. As one function, because index_add would keep the weighted rows."""
+    """Rows times their weights, added up by token. As one function, because autograd would keep the weighted rows."""
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, row_RD: torch.Tensor, weight_R: torch.Tensor, token_R: torch.Tensor, num_tokens: int
+        ctx: Any, row_RD: torch.Tensor, weight_R: torch.Tensor, order: torch.Tensor, row_KN: torch.Tensor
     ) -> torch.Tensor:
-        ctx.save_for_backward(row_RD, weight_R, token_R)
-        out_ND = row_RD.new_zeros(num_tokens, row_RD.shape[1])
-        return out_ND.index_add_(0, token_R, row_RD * weight_R[:, None].to(row_RD.dtype))
+        ctx.save_for_backward(row_RD, weight_R, order)
+        ctx.per_token = len(row_KN)
+        return _added_up(row_RD, row_KN, weight_R)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_ND: torch.Tensor) -> Any:  # type: ignore[override]
-        row_RD, weight_R, token_R = ctx.saved_tensors
-        grad_RD = grad_ND.index_select(0, token_R)
+        row_RD, weight_R, order = ctx.saved_tensors
+        grad_RD = grad_ND.index_select(0, order.div(ctx.per_token, rounding_mode="floor"))
         of_weight = (grad_RD * row_RD).sum(-1).to(weight_R.dtype)
         return grad_RD * weight_R[:, None].to(grad_RD.dtype), of_weight, None, None

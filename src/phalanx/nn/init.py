@@ -10,6 +10,7 @@ import fnmatch
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,9 @@ import torch
 
 from phalanx.core.digest import stable_hash64
 from phalanx.mesh.logical import LogicalShard
+
+CHUNK = 1 << 15  # elements: scratch memory of a quarter MiB, and few enough that torch starts no threads of its own
+THREADS_FROM = 1 << 20  # elements of a run, from which on threads are worth their start
 
 
 @dataclass(frozen=True)
@@ -62,10 +66,18 @@ def _fill_normal(shard: LogicalShard, std: float, key: int) -> None:
 def standard_normal(key: int, start: int, count: int) -> torch.Tensor:
     """Elements [start, start + count) of the endless fp32 sequence of standard normals named by `key`."""
     out = torch.empty(count, dtype=torch.float32)
-    chunk = 1 << 16  # bounds the scratch memory to half a MiB
-    for done in range(0, count, chunk):
-        piece = min(chunk, count - done)
+
+    def draw(done: int) -> None:
+        piece = min(CHUNK, count - done)
         out[done : done + piece] = _normals(key, start + done, piece)
+
+    threads = torch.get_num_threads()
+    if threads == 1 or count < THREADS_FROM:
+        for done in range(0, count, CHUNK):
+            draw(done)
+        return out
+    with ThreadPoolExecutor(threads) as pool:  # numpy draws without Python's lock, and so does torch compute
+        list(pool.map(draw, range(0, count, CHUNK)))
     return out
 
 

@@ -100,7 +100,7 @@ class ContextMask:
             return self.make(total, window, document_ids_BT, dtype, device)
         if document_ids_BT is None and not 0 < window < total:
             return None
-        places = [self.group.chunks.places(rank, total).to(device) for rank in range(size)]
+        places = [self.group.chunks.places(rank, total, device) for rank in range(size)]
         queries, keys = places[self.group.rank], torch.cat(places)
         back = queries[:, None] - keys[None, :]
         keep = (back >= 0)[None]
@@ -153,13 +153,14 @@ class ContextSequences:
     def earlier(self, chosen_BTE: torch.Tensor) -> torch.Tensor:
         chunks, rank = self.group.chunks, self.group.rank
         if self.padding:
-            places = chunks.places(rank, chosen_BTE.shape[1] * self.group.size).to(chosen_BTE.device)
+            places = chunks.places(rank, chosen_BTE.shape[1] * self.group.size, chosen_BTE.device)
             chosen_BTE = chosen_BTE * (places >= self.padding)[:, None]
         own = chosen_BTE.unflatten(1, (chunks.per_rank, -1))  # [B, chunks of a rank, tokens of a chunk, E]
         counts = self.group.gathered(own.sum(2).contiguous())  # [ranks, B, chunks of a rank, E]
         number = {chunk: (r, at) for r in range(chunks.size) for at, chunk in enumerate(chunks.of(r))}
         in_order = torch.stack([counts[r, :, at] for r, at in (number[chunk] for chunk in range(chunks.count))], dim=1)
-        before = (in_order.cumsum(1) - in_order)[:, list(chunks.of(rank))]
+        earlier = in_order.cumsum(1) - in_order
+        before = torch.stack([earlier[:, chunk] for chunk in chunks.of(rank)], dim=1)
         return (own.cumsum(2) - own + before[:, :, None]).flatten(1, 2)
 
 
@@ -181,7 +182,7 @@ class Context:
                 fix="leave parallel.cp out",
             )
         length = tokens.shape[1]
-        places = self.group.chunks.places(self.group.rank, length).to(tokens.device)
+        places = self.group.chunks.places(self.group.rank, length, tokens.device)
         whole = {"positions": torch.arange(length, device=tokens.device).expand_as(tokens), **batch}
         return {key: t.index_select(1, places) if key in PER_TOKEN else t for key, t in whole.items()}
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from phalanx.mesh.attend import attend
 from phalanx.parallel.cp_group import GRADIENTS, KEYS, ContextGroup
 from phalanx.parallel.cp_products import Block, Products, Running
 
@@ -43,10 +43,7 @@ def ulysses(
 ) -> torch.Tensor:
     """[B, H, T, E]. `mask`: [B or 1, 1, all tokens, all tokens] in the sequence's order, or None: causal alone."""
     q, k, v = (_ToHeads.apply(x, group) for x in (q, k, v))
-    groups = q.shape[1] // k.shape[1]
-    if groups > 1:
-        k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+    out = attend(q, k, v, mask, is_causal=True)
     found: torch.Tensor = _ToTokens.apply(out, group)
     return found
 
@@ -189,15 +186,10 @@ class _ToTokens(torch.autograd.Function):
 def _to_heads(x_BHTE: torch.Tensor, group: ContextGroup) -> torch.Tensor:
     rows = x_BHTE.unflatten(1, (group.size, -1)).movedim(1, 0)  # [ranks, B, H / ranks, T, E]
     arrived = group.exchanged(rows).movedim(0, 2).flatten(2, 3)
-    return arrived.index_select(2, _order(group, arrived.shape[2], x_BHTE.device).argsort())
+    return arrived.index_select(2, group.chunks.order_back(arrived.shape[2], x_BHTE.device))
 
 
 def _to_tokens(x_BHTE: torch.Tensor, group: ContextGroup) -> torch.Tensor:
-    ordered = x_BHTE.index_select(2, _order(group, x_BHTE.shape[2], x_BHTE.device))
+    ordered = x_BHTE.index_select(2, group.chunks.order(x_BHTE.shape[2], x_BHTE.device))
     rows = ordered.unflatten(2, (group.size, -1)).movedim(2, 0)  # [ranks, B, H / ranks, T, E]
     return group.exchanged(rows).movedim(0, 1).flatten(1, 2)
-
-
-def _order(group: ContextGroup, num_tokens: int, device: torch.device) -> torch.Tensor:
-    """Where in the sequence the tokens of rank 0, rank 1, ... stand."""
-    return torch.cat([group.chunks.places(rank, num_tokens) for rank in range(group.size)]).to(device)

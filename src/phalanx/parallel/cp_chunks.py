@@ -7,12 +7,15 @@ the r-th of c.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 
 from phalanx.core.errors import LayoutError
 from phalanx.job.nearby import multiples_near
+
+KEPT = 32  # index tensors: a training meets one length or two, a sample of text some more
 
 
 @dataclass(frozen=True)
@@ -56,15 +59,30 @@ class Chunks:
         """The one that has the last token, as its last."""
         return 0 if self.balance == "zigzag" else self.size - 1
 
-    def places(self, rank: int, num_tokens: int) -> torch.Tensor:
-        """[num_tokens / size]: where in the sequence a rank's tokens stand. Raises LayoutError where it is uneven."""
+    def places(self, rank: int, num_tokens: int, device: torch.device | None = None) -> torch.Tensor:
+        """[num_tokens / size]: where in the sequence a rank's tokens stand. Raises LayoutError where it is uneven.
+
+        Made on `device`, and kept for the next call: every layer of every step asks again.
+        """
+        return _places(self, rank, num_tokens, device or torch.device("cpu"))
+
+    def order(self, num_tokens: int, device: torch.device | None = None) -> torch.Tensor:
+        """[num_tokens]: where in the sequence the tokens of rank 0, rank 1, ... stand; kept, as `places`."""
+        return _order(self, num_tokens, device or torch.device("cpu"))[0]
+
+    def order_back(self, num_tokens: int, device: torch.device | None = None) -> torch.Tensor:
+        """[num_tokens]: where among the tokens of rank 0, rank 1, ... those of the sequence stand, in its order."""
+        return _order(self, num_tokens, device or torch.device("cpu"))[1]
+
+    def _made_places(self, rank: int, num_tokens: int, device: torch.device) -> torch.Tensor:
         if num_tokens % self.count:
             raise LayoutError(
                 f"sequences of {num_tokens} tokens cannot be cut into {self.count} equal chunks for cp={self.size}",
                 fix=f"nearest: {multiples_near(num_tokens, self.count)} tokens",
             )
         length = num_tokens // self.count
-        return torch.cat([torch.arange(chunk * length, (chunk + 1) * length) for chunk in self.of(rank)])
+        chunks = self.of(rank)
+        return torch.cat([torch.arange(c * length, (c + 1) * length, device=device) for c in chunks])
 
     def part(self, query_rank: int, key_rank: int, num_tokens: int, window: int = 0) -> Part | None:
         """What of a product of one rank's queries with another's keys is not masked by causality and window, as the
@@ -87,3 +105,16 @@ class Chunks:
         queries, keys = [at for at, _ in pairs], [to for _, to in pairs]
         hull = (min(queries), max(queries) + 1, min(keys), max(keys) + 1)
         return Part(*hull, is_causal=query_rank == key_rank)
+
+
+@functools.lru_cache(maxsize=KEPT)
+def _places(chunks: Chunks, rank: int, num_tokens: int, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):  # a backward of later steps may keep it
+        return chunks._made_places(rank, num_tokens, device)
+
+
+@functools.lru_cache(maxsize=KEPT)
+def _order(chunks: Chunks, num_tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.inference_mode(False):
+        order = torch.cat([chunks.places(rank, num_tokens, device) for rank in range(chunks.size)])
+        return order, order.argsort()

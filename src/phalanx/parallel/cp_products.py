@@ -10,10 +10,15 @@ from typing import Protocol
 
 import torch
 
+from phalanx.mesh.attend import repeated
+
 
 class Kernel(Protocol):
     """Softmax attention of one block that also says its log-sum-exp [B, H, T], and its gradients when `out` and `lse`
-    are those over all blocks. `mask`: [B or 1, 1, T, S], added to the scores. Heads of keys are those of queries."""
+    are those over all blocks. `mask`: [B or 1, 1, T, S], added to the scores. Heads of keys are those of queries, or
+    with `takes_groups` as many as there are."""
+
+    takes_groups: bool
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, is_causal: bool
@@ -35,6 +40,8 @@ class Kernel(Protocol):
 class CpuFlash:
     """torch's flash attention for the CPU: fp64, fp32, bf16, fp16."""
 
+    takes_groups = True
+
     def forward(self, q, k, v, mask, is_causal):  # type: ignore[no-untyped-def]
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         out, lse = op(q, k, v, 0.0, is_causal, attn_mask=mask)
@@ -47,6 +54,8 @@ class CpuFlash:
 
 class Plain:
     """Matrix products and a softmax: any device and type; scores are whole in memory."""
+
+    takes_groups = False
 
     def forward(self, q, k, v, mask, is_causal):  # type: ignore[no-untyped-def]
         scores = _scores(q, k, mask, is_causal)
@@ -72,6 +81,8 @@ def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, is_caus
 class CudaFlash:
     """torch's flash attention for CUDA: bf16 and fp16, no mask but the causal one, heads of multiples of 8."""
 
+    takes_groups = True
+
     def forward(self, q, k, v, mask, is_causal):  # type: ignore[no-untyped-def]
         op = torch.ops.aten._scaled_dot_product_flash_attention
         out, lse, *_ = op(q, k, v, 0.0, is_causal)
@@ -86,6 +97,8 @@ class CudaFlash:
 
 class CudaEfficient:
     """torch's memory-efficient attention for CUDA, which takes masks and says its log-sum-exp: fp32, bf16, fp16."""
+
+    takes_groups = False
 
     def forward(self, q, k, v, mask, is_causal):  # type: ignore[no-untyped-def]
         op = torch.ops.aten._scaled_dot_product_efficient_attention
@@ -157,8 +170,9 @@ class Products:
     q: torch.Tensor
 
     def forward(self, running: Running, block: Block) -> None:
-        q, (k, v) = self.q[:, :, block.rows], self._keys(block)
-        out, lse = kernel_of(q, block.mask).forward(q, k, v, block.mask, block.is_causal)
+        q = self.q[:, :, block.rows]
+        kernel = kernel_of(q, block.mask)
+        out, lse = kernel.forward(q, *self._keys(block, kernel), block.mask, block.is_causal)
         if block.mask is not None:  # kernels differ in what they say of a query that sees nothing
             blind = (block.mask == -torch.inf).all(-1)
             lse, out = lse.masked_fill(blind, -torch.inf), out.masked_fill(blind.unsqueeze(-1), 0.0)
@@ -168,9 +182,10 @@ class Products:
         self, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, block: Block, grad_q: torch.Tensor
     ) -> torch.Tensor:
         """Adds to `grad_q`, and returns what the block's keys and values get: [2, B, K, S, E], in at least fp32."""
-        rows, (k, v) = block.rows, self._keys(block)
+        rows = block.rows
         q, of_rows = self.q[:, :, rows], (x[:, :, rows] for x in (grad, out, lse))
         kernel = kernel_of(q, block.mask)
+        k, v = self._keys(block, kernel)
         mine, *found = kernel.backward(next(of_rows), q, k, v, *of_rows, block.mask, block.is_causal)
         grad_q[:, :, rows] += mine
         grad_kv = torch.zeros(block.kv.shape, dtype=grad_q.dtype, device=grad_q.device)
@@ -179,10 +194,10 @@ class Products:
             into[:, :, block.columns] = each.to(grad_q.dtype).unflatten(1, (heads, -1)).sum(2)
         return grad_kv
 
-    def _keys(self, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+    def _keys(self, block: Block, kernel: Kernel) -> tuple[torch.Tensor, torch.Tensor]:
         groups = self.q.shape[1] // block.kv.shape[2]
         k, v = block.kv[:, :, :, block.columns]
-        return (k, v) if groups == 1 else (k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1))
+        return (k, v) if groups == 1 or kernel.takes_groups else (repeated(k, groups), repeated(v, groups))
 
 
 @dataclass(frozen=True)

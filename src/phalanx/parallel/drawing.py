@@ -12,7 +12,10 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.mesh.logical import full_name
@@ -22,6 +25,8 @@ from phalanx.parallel.protocol import Workpiece
 
 BERNOULLI = torch.ops.aten.bernoulli_.float
 NATIVE_DROPOUT = torch.ops.aten.native_dropout.default
+_DROPOUT_AT = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
+"""Which argument of these functions is the probability."""
 
 
 class Drawing:
@@ -32,6 +37,7 @@ class Drawing:
         self._is_global = piece.plan.dropout == "global"
         self._names = {part: full_name(name) for name, part in module.named_modules()}
         self._rows_second = rows_second(module)
+        self.mesh_device = piece.mesh.device
         self._calling: list[str | None] = [None]
         self._drawing: set[str] = set()
         self._mode = _ByPlace(self)
@@ -178,15 +184,19 @@ class _ByPlace(TorchDispatchMode):
     def __init__(self, drawing: Drawing) -> None:
         super().__init__()
         self._drawing = drawing
+        on_gpu = drawing.mesh_device.type == "cuda"  # elsewhere nobody pays for looking at each function
+        self._attention: AbstractContextManager[Any] = _PlainAttention() if on_gpu else nullcontext()
         self.depth = 0
 
     def __enter__(self) -> Any:
         self.depth += 1
+        self._attention.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self.depth -= 1
         super().__exit__(*error)
+        self._attention.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -201,3 +211,23 @@ class _ByPlace(TorchDispatchMode):
             if mask is not None:
                 return (args[0] * mask).mul_(1.0 / keep), mask
         return func(*args, **kwargs)
+
+
+class _PlainAttention(TorchFunctionMode):
+    """Attention with dropout by plain products: the fused kernels of a GPU draw inside of themselves, where nobody can
+    fill in other numbers. Without dropout attention stays as it is. A CPU's kernels have no dropout."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        place = _DROPOUT_AT.get(func.__name__) if func in _attentions() else None
+        if place is not None and args and args[0].device.type == "cuda":
+            probability = args[place] if len(args) > place else kwargs.get("dropout_p", 0.0)
+            if probability > 0.0:
+                with sdpa_kernel(SDPBackend.MATH):
+                    return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _attentions() -> tuple[Any, ...]:
+    """nn.MultiheadAttention's function calls the other one where no mode sees it."""
+    return F.scaled_dot_product_attention, F.multi_head_attention_forward

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.core.errors import LayoutError
 from phalanx.core.phases import Phases
+from phalanx.mesh.grouped import with_sizes
 from phalanx.mesh.logical import Box, Cut, full_name, local_tensor
 from phalanx.parallel.protocol import Order, Workpiece
 from phalanx.plan.plan import Plan
@@ -185,12 +186,15 @@ class BetweenRanks:
         size = self.group.size
         counts_PE = counts_E.view(size, -1)
         arrived_PE = self.group.exchanged_counts(counts_PE)
-        sent, received = counts_PE.sum(1).tolist(), arrived_PE.sum(1).tolist()
+        # All that the host must know of the counts, in one read: a GPU is waited for once.
+        here, there = torch.stack((counts_PE, arrived_PE)).tolist()
+        sent, received = [sum(row) for row in here], [sum(row) for row in there]
         rows = _Exchange.apply(x_RD, sent, received, self.group)
         # They come rank by rank, and of each rank expert by expert: a stable sort makes runs of one expert.
         numbers = torch.arange(arrived_PE.shape[1], device=x_RD.device).repeat(size)
-        order = numbers.repeat_interleave(arrived_PE.flatten()).argsort(stable=True)
-        made = experts(rows.index_select(0, order), arrived_PE.sum(0))
+        order = numbers.repeat_interleave(arrived_PE.flatten(), output_size=sum(received)).argsort(stable=True)
+        counts_here = with_sizes(arrived_PE.sum(0), [sum(column) for column in zip(*there, strict=True)])
+        made = experts(rows.index_select(0, order), counts_here)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
         out: torch.Tensor = _Exchange.apply(made.index_select(0, back), received, sent, self.group)

@@ -39,7 +39,10 @@ def held_by(shard: LogicalShard) -> tuple[Held, ...]:
 def own_squares(
     named: Iterable[tuple[str, nn.Parameter]], held: Mapping[str, tuple[Held, ...]]
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """(this rank's gradients, its part of their squares). The parts of all ranks add up to the square of the norm."""
+    """(this rank's gradients, its part of their squares: 0-d fp64 where the gradients are, on the CPU without any).
+
+    The parts of all ranks add up to the square of the norm.
+    """
     gradients: list[torch.Tensor] = []
     by_holders: dict[int, list[torch.Tensor]] = defaultdict(list)
     for name, parameter in named:
@@ -48,12 +51,13 @@ def own_squares(
         gradients.append(gradient)
         for block in held[full_name(name)]:
             by_holders[block.num_holders].append(gradient[block.where])
-    squares = torch.zeros((), dtype=torch.float64)
+    squares: torch.Tensor | None = None
     for holders, some in by_holders.items():
         norms = torch._foreach_norm(_pieces(some), 2, dtype=_norm_dtype(some))
         # Ranks that hold the same gradient each bring an equal part of its square.
-        squares = squares.to(norms[0].device) + torch.stack(norms).double().square().sum() / holders
-    return gradients, squares
+        part = torch.stack(norms).double().square().sum() / holders
+        squares = part if squares is None else squares + part
+    return gradients, torch.zeros((), dtype=torch.float64) if squares is None else squares
 
 
 def _pieces(gradients: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ from phalanx.core.errors import LayoutError, PhalanxError
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import LogicalShard, full_name
 from phalanx.mesh.mesh import Mesh
+from phalanx.mesh.transfer import filled, pinned
 from phalanx.parallel.calling import NamedTensors, call_with_batch, describe_batch
 from phalanx.parallel.drawing import Drawing
 from phalanx.parallel.gradients import Held, held_by, own_squares
@@ -104,6 +105,8 @@ class ParallelModel:
         self._held: dict[str, tuple[Held, ...]] | None = None
         self._has_run = False  # a forward
         self._sent_tp_bytes = 0.0  # of the step under way
+        self._keeps_copies = False
+        self._copied: dict[int, dict[str, torch.Tensor]] = {}  # by id of the batch
         self.step = 0
         """The last one that was begun."""
         self.finished_at: Any = 0.0
@@ -298,7 +301,8 @@ class ParallelModel:
             num_targets.add_(targets)
 
         if self._run is not None:
-            self._run.forward_backward(microbatches, objective, self.step, add)
+            with self._keeping_copies():
+                self._run.forward_backward(microbatches, objective, self.step, add)
             microbatches = ()
             self.saved_bytes = self._run.peak_bytes or None
         for index, batch in enumerate(microbatches):
@@ -347,6 +351,15 @@ class ParallelModel:
         return loss if self.loss_scale is None else loss * self.loss_scale.scale
 
     @contextmanager
+    def _keeping_copies(self) -> Iterator[None]:
+        """While `microbatches` live: each is copied to the device once, though several stages ask for it."""
+        self._keeps_copies = self.mesh.device.type != "cpu"
+        try:
+            yield
+        finally:
+            self._keeps_copies, self._copied = False, {}
+
+    @contextmanager
     def _counting_once(self) -> Iterator[None]:
         if not self._count_saved:
             yield
@@ -384,7 +397,7 @@ class ParallelModel:
         given, staged = batch, self._piece.staged
         if self.plan.model_shape.is_known:
             require_ids(given, self.plan.vocab_size)
-        batch = NamedTensors({key: t.to(self.mesh.device, non_blocking=True) for key, t in given.items()})
+        batch = self._on_device(given)
         if self._piece.context is not None:
             batch = NamedTensors(self._piece.context.cut(batch))
 
@@ -418,6 +431,17 @@ class ParallelModel:
         require_sums(found)
         return found
 
+    def _on_device(self, given: Batch) -> NamedTensors:
+        """`given` on this rank's device. From page-locked memory, which a loader's thread may have put it in already:
+        a copy from other memory waits for all that the device has to do. Stages of a pipeline share one copy."""
+        device = self.mesh.device
+        if id(given) in self._copied:
+            return NamedTensors(self._copied[id(given)])
+        copied = {key: pinned(t, device).to(device, non_blocking=True) for key, t in given.items()}
+        if self._keeps_copies:
+            self._copied[id(given)] = copied
+        return NamedTensors(copied)
+
     @torch.no_grad()
     def finish_step(self, sums: StepSums, *, max_norm: float | None = None, votes: Sequence[float] = ()) -> StepFacts:
         """One reduction over all ranks: loss, targets, the exact global gradient norm and `votes`.
@@ -432,7 +456,7 @@ class ParallelModel:
         with self.phases("optimizer"):
             gradients, squares = self._gradients()
             vector = torch.stack((*self._counted(sums), squares))
-            vector = torch.cat((vector, torch.tensor(votes, dtype=torch.float64, device=vector.device)))
+            vector = torch.cat((vector, filled(votes, vector.device)))
         with self.phases("collective", "all_reduce step facts"):
             self.mesh.all_reduce_sum(vector)
             loss_sum, num_targets, total_squares, *reduced = vector.tolist()
@@ -463,7 +487,9 @@ class ParallelModel:
         if self._held is None:
             self._held = {name: held_by(shard) for name, shard in self.trained_shards().items()}
         gradients, squares = own_squares(self.named_parameters(), self._held)
-        return gradients, squares.to(self.mesh.device)
+        if squares.device != self.mesh.device:  # gradients in host memory: a number that the host has costs a kernel
+            squares = filled((squares.item(),), self.mesh.device)[0]
+        return gradients, squares
 
     def _counted(self, sums: StepSums) -> tuple[torch.Tensor, torch.Tensor]:
         """Ranks that read the same samples have the same sums: one of them counts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import full_name
 from phalanx.mesh.mesh import Mesh
+from phalanx.mesh.transfer import read_later
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,9 @@ class RouterLoads:
     mesh: Mesh
     phases: Phases
     group: dist.ProcessGroup | None
-    found: dict[str, ExpertLoad] = field(default_factory=dict)
-    _is_due: bool = False  # biases have yet to follow `found`
+    _counts: dict[str, torch.Tensor] = field(default_factory=dict)  # by router [E + 1], on the device
+    _read: Callable[[], list[float]] | None = None
+    _is_due: bool = False  # biases have yet to follow `_counts`
 
     @property
     def moves_biases(self) -> bool:
@@ -45,7 +48,10 @@ class RouterLoads:
         return cls(routers, mesh, phases, mesh.stage_group() if expected or routers else None)
 
     def reduce(self) -> None:
-        """`found` becomes that of the step, by one all-reduce over the ranks with the same stages."""
+        """`found` becomes that of the step, by one all-reduce over the ranks with the same stages.
+
+        On a GPU it is there once the device was waited for, which the reduction of the step's facts does next.
+        """
         if not self.routers:
             return
         device = self.mesh.device
@@ -56,11 +62,18 @@ class RouterLoads:
         if self.group is not None:
             with self.phases("collective", "all_reduce loads of experts"):
                 dist.all_reduce(every, group=self.group)
-        self.found = {}
-        for name, part in zip(self.routers, every.split([len(part) for part in parts]), strict=True):
-            *counts, dropped = part.tolist()
-            self.found[name] = ExpertLoad(tuple(map(int, counts)), int(dropped))
+        self._counts = dict(zip(self.routers, every.split([len(part) for part in parts]), strict=True))
+        self._read = read_later(every)
         self._is_due = True
+
+    @property
+    def found(self) -> dict[str, ExpertLoad]:
+        """What came to the experts of each router in the last step; empty before the first one."""
+        if self._read is None:
+            return {}
+        numbers = iter(self._read())
+        parts = {name: [int(next(numbers)) for _ in counts] for name, counts in self._counts.items()}
+        return {name: ExpertLoad(tuple(counts), dropped) for name, (*counts, dropped) in parts.items()}
 
     def move_biases(self) -> None:
         """After a step that is applied, once: a step that was reduced may be skipped."""
@@ -68,8 +81,8 @@ class RouterLoads:
             return
         self._is_due = False
         for name, router in self.routers.items():
-            counts = torch.tensor(self.found[name].counts, dtype=torch.float64, device=self.mesh.device)
-            router.move_bias(counts)  # type: ignore[operator]
+            if getattr(router, "bias", None) is not None:
+                router.move_bias(self._counts[name][:-1])  # type: ignore[operator]
 
 
 def is_router(part: nn.Module) -> bool:

@@ -34,16 +34,23 @@ class Part:
     take: Callable[[torch.Tensor], torch.Tensor] = _whole
     on_host: bool = False
 
-    def hand_over(self) -> None:
-        """The gradient moves from the parameter to what stands for it."""
+    def hand_over(self, host: torch.Tensor | None = None) -> torch.Tensor | None:
+        """The gradient moves from the parameter to what stands for it.
+
+        On the host it is copied into `host`, the one that was returned the last time, which the device does meanwhile:
+        it is there once the device was waited for.
+        """
         gradient, self.parameter.grad = self.parameter.grad, None
         if gradient is None:
             self.trained.grad = None
-            return
+            return host
         piece = self.take(local_tensor(gradient))
-        if self.on_host:
-            piece = piece.to("cpu")
+        if self.on_host and piece.device.type != "cpu":
+            if host is None or host.dtype is not piece.dtype or host.shape != piece.shape:
+                host = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=True)
+            piece = host.copy_(piece, non_blocking=True)
         self.trained.grad = dtensor_like(self.trained, piece) if isinstance(self.trained, DTensor) else piece
+        return host
 
     def bring_up(self) -> None:
         """What the optimizer wrote on the host, to where the model reads it."""
@@ -71,6 +78,7 @@ class Trained:
     parts: dict[nn.Parameter, Part] = field(default_factory=dict)
     before_update: list[Callable[[], None]] = field(default_factory=list)
     after_update: list[Callable[[], None]] = field(default_factory=list)
+    _gradients: dict[Part, torch.Tensor | None] = field(default_factory=dict)  # page-locked, of parts on the host
     _is_behind: bool = False
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -89,8 +97,14 @@ class Trained:
         """After the last backward of a step."""
         for reduce in self.before_update:
             reduce()
+        devices: set[torch.device] = set()
         for part in self.parts.values():
-            part.hand_over()
+            if part.on_host and part.parameter.grad is not None:
+                devices.add(local_tensor(part.parameter.grad).device)
+            self._gradients[part] = part.hand_over(self._gradients.get(part))
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
 
     def require_parts(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises LayoutError for an optimizer of the module's own parameters, which no longer have the gradients."""

@@ -83,14 +83,14 @@ def _rms_bytes(width: int) -> int:
 
 
 def _attention_bytes(shape: ModelShape, c: int) -> int:
-    """q, k, v (key and value repeated to the query heads), the output, and one fp32 log-sum-exp per head.
+    """q, k, v (keys and values with their own heads), the output, and one fp32 log-sum-exp per head.
 
     Rotated queries lie head by head, and so does the output, which is copied before it enters its matrix. Norms of
     queries and keys work on every head: one deviation each.
     """
-    width = shape.num_heads * shape.head_dim
+    width, kv_width = (heads * shape.head_dim for heads in (shape.num_heads, shape.num_kv_heads))
     is_copied = shape.positions == "rope" and not shape.reads_images
-    kept = (5 if is_copied else 4) * width * c + 4 * shape.num_heads
+    kept = ((3 if is_copied else 2) * width + 2 * kv_width) * c + 4 * shape.num_heads
     return kept + ((shape.num_heads + shape.num_kv_heads) * _rms_bytes(shape.head_dim) if shape.qk_norm else 0)
 
 

@@ -161,7 +161,6 @@ def stretches(shape: ModelShape, work: Workload, begin: int = 0, end: int | None
         activations.block_bytes(
             shape, c, experts=layer >= shape.num_layers - shape.num_expert_layers, parts=work.sequence_parts
         )
-        - _not_repeated(shape, work)
         for layer in range(shape.num_layers)
     ]
     segments = work.segments
@@ -184,13 +183,6 @@ def stretches(shape: ModelShape, work: Workload, begin: int = 0, end: int | None
             redone.append(whole)
         layer = segment.stop
     return kept, redone
-
-
-def _not_repeated(shape: ModelShape, work: Workload) -> int:
-    """Of one token: what ring and all-gather do not keep of keys and values, which travel once for all queries."""
-    if work.cp == 1 or work.cp_attention == "ulysses" or shape.kv_rank:
-        return 0
-    return 2 * (shape.num_heads - shape.num_kv_heads) * shape.head_dim * work.compute_bytes
 
 
 def _outside_blocks(shape: ModelShape, work: Workload, c: int) -> float:

@@ -25,7 +25,7 @@ from phalanx.plan.ranks import choose_ranks, split_batch, tensor_parallel_degree
 from phalanx.plan.recompute import with_recompute
 from phalanx.plan.remarks import remarks
 from phalanx.plan.warnings import NOTHING_MORE, DataFacts, MoreRemarks, early_warnings, epoch_ends
-from phalanx.plan.weigh import Weighing, candidates_of, capacity_of, explained
+from phalanx.plan.weigh import Weighing, candidates_of, capacity_of, explained, headroom_reasons
 from phalanx.plan.work import work_of
 
 
@@ -73,7 +73,7 @@ def make_plan(
     chosen, of_choice = choose(job, candidates, weighing)
     reasons += of_choice
     alternatives = [explained(c, chosen, weighing.capacity_bytes, reasons[-1]) for c in candidates]
-    reasons += [*remarks(job, weighing, chosen), *more.reasons]
+    reasons += [*remarks(job, weighing, chosen), *more.reasons, *headroom_reasons(job, cluster, ranks)]
     plan = _plan(job, weighing, alternatives, reasons, vocab_size)
     ends = epoch_ends(job, plan, data)
     return replace(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-
-import torch
 
 from phalanx.checkpoint.fence import Fence
 from phalanx.core.phases import Phases
 from phalanx.mesh.mesh import Mesh
+from phalanx.mesh.transfer import filled
 from phalanx.observe.events import Event
 from phalanx.observe.progress import ProgressTeller
 from phalanx.parallel.model import Batch, Objective
@@ -17,6 +17,16 @@ from phalanx.train.evaluation import LOSS, Evaluation, HeldOut, over_sources, un
 from phalanx.train.metrics import MetricSums, SumAndCount, means, require_metric
 from phalanx.train.state import TrainState
 from phalanx.train.stop import StopAskedError, StopFlags
+
+AGREE_S = 0.5  # about how long an evaluation goes on after a stop was asked for
+MOST_BATCHES = 64
+
+
+def next_wait(batches: int, took_s: float) -> int:
+    """How many batches there may be before ranks ask each other again, where `batches` took `took_s`."""
+    if took_s > AGREE_S:
+        return max(1, batches // 2)
+    return min(MOST_BATCHES, 2 * batches) if took_s < AGREE_S / 4 else batches
 
 
 class Evaluator:
@@ -80,18 +90,35 @@ class Evaluator:
         require_metric(metric, list(objective.reduced()))
 
     def _until_stopped(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The batches; before each, all ranks agree whether to go on: an evaluation may outlast a grace period."""
+        """The batches; all ranks agree from time to time whether to go on: an evaluation may outlast a grace period.
+
+        A GPU is waited for then, and ranks for each other; so not before each batch, where batches are short. All of
+        them learn the same mean of the time since they last agreed, and so count batches alike.
+        """
+        wait, left, since = 1, 0, time.perf_counter()
         for batch in batches:
-            is_fenced = self._fence is not None and self._mesh.rank == 0 and self._fence.is_lost()
-            asked = [self._stop.sigterm, self._stop.sigint, is_fenced]
-            votes = torch.tensor(asked, dtype=torch.float64, device=self._mesh.device)
-            with self._phases("collective", "all_reduce stop votes"):
-                sigterm, sigint, fenced = self._mesh.all_reduce_sum(votes).tolist()
-            if fenced and self._fence is not None:
-                raise self._fence.error()
-            if sigterm or sigint:
-                raise StopAskedError("sigterm" if sigterm else "sigint")
+            if left == 0:
+                now = time.perf_counter()
+                wait = self._agree(wait, now - since)
+                left, since = wait, now
+            left -= 1
             yield batch
+
+    def _agree(self, waited: int, took_s: float) -> int:
+        """How many batches there may be before all ranks agree again, after `waited` that took `took_s` on this one.
+        Raises what they agree to end the evaluation with."""
+        is_fenced = self._fence is not None and self._mesh.rank == 0 and self._fence.is_lost()
+        asked = map(float, (self._stop.sigterm, self._stop.sigint, is_fenced, took_s))
+        votes = filled(tuple(asked), self._mesh.device)
+        with self._phases("collective", "all_reduce stop votes"):
+            sigterm, sigint, fenced, total_s = self._mesh.all_reduce_sum(votes).tolist()
+        if fenced and self._fence is not None:
+            raise self._fence.error()
+        if sigterm or sigint:
+            raise StopAskedError("sigterm" if sigterm else "sigint")
+        if self._mesh.device.type == "cpu":  # a CPU is waited for anyway
+            return 1
+        return next_wait(waited, total_s / self._mesh.world_size)
 
 
 def _telling(batches: Iterable[Batch], progress: ProgressTeller, counted: Iterator[int]) -> Iterator[Batch]:

@@ -10,6 +10,7 @@ import torch
 
 from phalanx.core.errors import LayoutError
 from phalanx.mesh.mesh import Mesh
+from phalanx.mesh.transfer import filled
 from phalanx.parallel.model import Batch, Objective
 from phalanx.train.evaluation import LOSS, over_sources
 
@@ -33,7 +34,7 @@ class MetricSums:
         self._saw_outputs = True
         if self._measure is not None:
             for name, pair in _checked(self._measure(outputs, batch)).items():
-                here = torch.stack([torch.as_tensor(number).to(self._mesh.device, torch.float64) for number in pair])
+                here = torch.stack([_as_scalar(number, self._mesh.device) for number in pair])
                 self._sums[name] = self._sums[name] + here if name in self._sums else here
         return self._objective(outputs, batch)
 
@@ -96,6 +97,13 @@ def _checked(found: Any) -> dict[str, tuple[Any, Any]]:
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(map(_is_number, pair)):
             raise LayoutError(f'the objective\'s metric "{name}" is no pair of a sum and a count', fix=FIX)
     return dict(found)
+
+
+def _as_scalar(number: Any, device: torch.device) -> torch.Tensor:
+    """0-d fp64 on `device`; a number of the host is no copy that a GPU would be waited for."""
+    if isinstance(number, torch.Tensor) and number.device.type == device.type:
+        return number.to(torch.float64)
+    return filled((float(number),), device)[0]
 
 
 def _is_number(value: Any) -> bool:

@@ -1,0 +1,32 @@
+"""Numbers between host and device that nobody waits for: a copy from pageable memory drains a GPU's stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+
+def filled(values: Sequence[float], device: torch.device) -> torch.Tensor:
+    """`values` as fp64 on `device`, written there by kernels."""
+    made = torch.zeros(len(values), dtype=torch.float64, device=device)
+    for place, value in zip(made, values, strict=True):
+        if value:  # most are votes for nothing
+            place.fill_(value)
+    return made
+
+
+def read_later(tensor: torch.Tensor) -> Callable[[], list[float]]:
+    """Begins to copy `tensor` [N] to the host; the result gives its numbers, once the device was waited for since."""
+    if tensor.device.type == "cpu":
+        return tensor.tolist
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    return host.tolist
+
+
+def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`tensor` in page-locked memory, from which a copy to `device` does not wait for the device's work."""
+    if device.type != "cuda" or tensor.device.type != "cpu" or tensor.is_pinned():
+        return tensor
+    return tensor.pin_memory()
