@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from typing import Protocol
 
 import torch
 
@@ -11,11 +12,23 @@ from phalanx.core.phases import Phases
 from phalanx.mesh.mesh import Mesh
 from phalanx.observe.events import Event
 from phalanx.observe.progress import ProgressTeller
-from phalanx.parallel.model import Batch, Objective
+from phalanx.parallel.model import Batch, Objective, ParallelModel
 from phalanx.train.evaluation import LOSS, Evaluation, HeldOut, over_sources, undisturbed
 from phalanx.train.metrics import MetricSums, SumAndCount, means, require_metric
-from phalanx.train.state import TrainState
 from phalanx.train.stop import StopAskedError, StopFlags
+
+
+class EvaluatedState(Protocol):
+    """What an evaluation reads of a TrainState: a model at a step needs no optimizer to be evaluated."""
+
+    @property
+    def model(self) -> ParallelModel: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def step(self) -> int: ...
 
 
 class Evaluator:
@@ -26,7 +39,7 @@ class Evaluator:
 
     def __init__(
         self,
-        state: TrainState,
+        state: EvaluatedState,
         mesh: Mesh,
         *,
         objective: Objective,
