@@ -182,7 +182,7 @@ def _mistake_words(mistake: Any, arguments: Sequence[str]) -> str:
         own = [name for parameter in context.command.params for name in parameter.opts] if context else []
         takes_keys = any(parameter.name == "arguments" for parameter in context.command.params) if context else False
         meant = meant_by_option(option, own, arguments, takes_keys=takes_keys)
-        return f"no option {option}; {meant + ', or ' if meant else ''}see {verb} --help"
+        return f"No such option: {option}; {meant + ', or ' if meant else ''}see {verb} --help"
     return f"{mistake.format_message().rstrip('.')}; see {verb} --help"
 
 
