@@ -151,6 +151,7 @@ def test_a_text_is_streamed_after_its_prompt_and_is_a_function_of_the_seed(folde
     assert "without a key-value cache" in done[0].err
 
 
+@pytest.mark.long
 def test_an_exported_directory_evaluates_and_generates_as_the_run(folder: Path) -> None:
     assert run("checkpoint", "export", "run", "--out", "exported", cwd=folder).code == 0
     wanted = facts_of(run("eval", "run", "data.source=other.txt", "parallel.ranks=1", "--json", cwd=folder))
@@ -162,6 +163,7 @@ def test_an_exported_directory_evaluates_and_generates_as_the_run(folder: Path) 
     assert text["tokens"] == plain_greedy(plain_module(folder / "run"), list(b"def f"), 12, context=32)
 
 
+@pytest.mark.long
 def test_a_model_of_your_own_generates(folder: Path) -> None:
     shutil.copy(Path(__file__).parents[2] / "examples" / "own_model.py", folder)
     job = [key for key in JOB if not key.startswith(("model.", "train.steps"))]
