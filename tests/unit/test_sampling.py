@@ -26,7 +26,7 @@ def frequencies(how: Sampling, logits: torch.Tensor = LOGITS) -> list[float]:
         (Sampling(temperature=1.0, top_k=2), [5 / 7, 2 / 7, 0, 0, 0]),
         (Sampling(temperature=1.0, top_k=9), [0.5, 0.2, 0.15, 0.1, 0.05]),
         (Sampling(temperature=1.0, top_p=0.6), [5 / 7, 2 / 7, 0, 0, 0]),  # the token that crosses 0.6 belongs to them
-        (Sampling(temperature=1.0, top_p=0.5), [1, 0, 0, 0, 0]),
+        (Sampling(temperature=1.0, top_p=0.45), [1, 0, 0, 0, 0]),
         (Sampling(temperature=1.0, top_p=0.0), [1, 0, 0, 0, 0]),
         (Sampling(temperature=1.0, top_k=3, top_p=0.8), [5 / 7, 2 / 7, 0, 0, 0]),  # of three: 0.59, 0.24, 0.18
         (Sampling(temperature=1.0, num_choices=2), [5 / 7, 2 / 7, 0, 0, 0]),

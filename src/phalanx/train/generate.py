@@ -90,8 +90,9 @@ def _choose(logits: torch.Tensor, how: Sampling, generator: torch.Generator) -> 
     probabilities = (logits / how.temperature).softmax(-1)
     if how.top_p is not None and how.top_p < 1:
         ordered, ids = probabilities.sort(descending=True, stable=True)
-        before = ordered.cumsum(0) - ordered  # the token that crosses top_p stays, so that there always is one
-        probabilities = probabilities.index_fill(0, ids[before >= how.top_p], 0.0)
+        left_out = ordered.cumsum(0) - ordered >= how.top_p  # the token that crosses top_p stays
+        left_out[0] = False
+        probabilities = probabilities.index_fill(0, ids[left_out], 0.0)
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
