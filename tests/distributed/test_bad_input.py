@@ -153,7 +153,7 @@ def test_degrees_that_do_not_multiply_to_the_ranks(home: Home) -> None:
         ('observe.sinks=["tensorbord"]', "unknown sink 'tensorbord'; did you mean \"tensorboard\"?"),
         ("optim.kind=sdg", "unknown optimizer 'sdg'; did you mean \"sgd\"?"),
         ('resilience.inject=["kil:step=1"]', 'did you mean "kill"?'),
-        ("model.layers=3", 'did you mean "num_layers"?'),
+        ("model.layers=3", 'did you mean "model.num_layers"?'),
         ("train.steps=0", "train.steps: wanted a whole number of at least 1, was given 0"),
         ("train.steps=-5", "train.steps"),
         ("train.steps=1e3", "train.steps"),
@@ -188,7 +188,7 @@ def test_a_job_file_that_is_not_there(home: Home) -> None:
 
 def test_a_job_file_that_is_no_file(home: Home) -> None:
     done = home.refuse("train", "text")
-    assert (done.code, "is a directory" in done.problem) == (3, True)
+    assert (done.code, "is a folder, not a job file; write data.source=text" in done.problem) == (2, True)
 
 
 def test_two_job_files(home: Home) -> None:

@@ -502,3 +502,29 @@ def test_a_failed_write_leaves_the_old_page(whole: Run, monkeypatch: pytest.Monk
 def test_needs_no_torch() -> None:
     code = "import sys, phalanx.report; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_resumes_are_told_from_restarts(run: Run) -> None:
+    """A crash that the supervisor answered, and a run that a person continued: each counted and drawn by itself."""
+    run.start()
+    run.steps(range(1, 6))
+    run.say(events.RestartScheduled(1, 3, 3), rank=-1)
+    run.start(attempt=1, at=3)
+    run.steps(range(4, 8), attempt=1)
+    run.say(events.RunFinished("preempted", 75, 7, 1.0), rank=-1, attempt=1)
+    facts = {"step": 7, "changed": {"train.steps": [10, 12]}, "told": "train.steps 10 -> 12: 5 steps left"}
+    run.say(events.Note(events.RESUMED, facts), rank=-1, attempt=2)
+    run.start(attempt=2, at=7)
+    run.steps(range(8, 13), attempt=2)
+    run.say(events.RunFinished("finished", 0, 12, 1.0), rank=-1, attempt=2)
+    facts_of = reduce_run(run.directory)
+    assert (facts_of.num_restarts, facts_of.num_resumes) == (1, 1)
+    told = run_json(facts_of)
+    assert (told["num_restarts"], told["num_resumes"]) == (1, 1)
+    page = Page(write_report(run.directory))
+    assert "restart 1" in page.text
+    assert "resume 1" in page.text
+    assert "restart 2" not in page.text
+    assert re.search(r"Restarts 1\b.*Resumes 1\b", page.text)
+    assert "resumed at step 7: train.steps 10 -> 12: 5 steps left" in page.text
+    assert {"restart", "resume"} <= set(page.attributes("class"))

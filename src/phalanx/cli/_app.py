@@ -56,7 +56,9 @@ class Verbs(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] not in names(PACKAGE):
-            near = did_you_mean(args[0], names(PACKAGE))
+            from phalanx.cli._spelling import meant_by_verb
+
+            near = did_you_mean(args[0], names(PACKAGE)) or meant_by_verb(args[0])
             raise UsageMistake(f"no verb {args[0]!r}" + (f"; {near}" if near else ""))
         return super().resolve_command(ctx, args)
 
@@ -158,7 +160,7 @@ def _run(arguments: Sequence[str]) -> int:
         if type(mistake).__name__ == "NoArgsIsHelpError":
             mistake.show()  # type: ignore[attr-defined]
         else:
-            print(f"phalanx: {_mistake_words(mistake)}", file=sys.stderr)
+            print(f"phalanx: {_mistake_words(mistake, arguments)}", file=sys.stderr)
         return ExitCode.USAGE
     except Exception as error:
         problem = disk_problem(error, "writing or reading files")
@@ -169,10 +171,19 @@ def _run(arguments: Sequence[str]) -> int:
         return ExitCode.INTERNAL
 
 
-def _mistake_words(mistake: Any) -> str:
-    """What is wrong with the command line, and the help of the verb that it was meant for."""
+def _mistake_words(mistake: Any, arguments: Sequence[str]) -> str:
+    """What is wrong with the command line, what was meant, and the help of the verb that it was meant for."""
     context = getattr(mistake, "ctx", None)
-    return f"{mistake.format_message().rstrip('.')}; see {context.command_path if context else 'phalanx'} --help"
+    verb = context.command_path if context else "phalanx"
+    option = getattr(mistake, "option_name", None)
+    if isinstance(option, str) and type(mistake).__name__ == "NoSuchOption":
+        from phalanx.cli._spelling import meant_by_option
+
+        own = [name for parameter in context.command.params for name in parameter.opts] if context else []
+        takes_keys = any(parameter.name == "arguments" for parameter in context.command.params) if context else False
+        meant = meant_by_option(option, own, arguments, takes_keys=takes_keys)
+        return f"No such option: {option}; {meant + ', or ' if meant else ''}see {verb} --help"
+    return f"{mistake.format_message().rstrip('.')}; see {verb} --help"
 
 
 def tell(error: PhalanxError) -> None:

@@ -21,6 +21,10 @@ def split_arguments(arguments: Sequence[str], *, allow_file: bool = True) -> tup
     for word in files:
         if _KEY.fullmatch(word) and not os.path.exists(word):
             raise UsageError(f"{word!r}: neither a job file nor an override", fix=f"an override is {word}=VALUE")
+    if files and not files[0].endswith((".toml", ".json")):
+        from phalanx.cli._spelling import refuse_other_files
+
+        refuse_other_files(files[0])
     if len(files) > 1:
         raise UsageError(f"{files[1]!r}: one job file is enough", fix="overrides are written section.key=value")
     return (files[0] if files else None), overrides

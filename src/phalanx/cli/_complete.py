@@ -121,6 +121,11 @@ def _all_keys() -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{section}.{key}", schema
 
 
+def job_keys() -> list[str]:
+    """Every `section.key` of a job."""
+    return [key for key, _ in _all_keys()]
+
+
 def _schema() -> dict[str, Any]:
     try:
         properties: dict[str, Any] = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))["properties"]

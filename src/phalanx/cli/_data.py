@@ -13,7 +13,7 @@ from phalanx.data.corpus import Corpus
 from phalanx.data.loader import Share, TrainBatches, held_out_batches
 from phalanx.data.samples import SampleSpec
 from phalanx.data.tokenizer import Tokenizer
-from phalanx.data.tokens import SPLITS
+from phalanx.data.tokens import SPLITS, Split
 from phalanx.data.user_dataset import LOOKED_AT, UserFacts, digest_of_some, open_user_dataset
 from phalanx.job.own_dataset import num_workers
 from phalanx.job.rate import peak_rate
@@ -57,7 +57,7 @@ def open_train_batches(
         data.close()
 
 
-def open_held_out(job: Job, plan: Plan, mesh: Mesh, corpus: Corpus) -> HeldOut | None:
+def open_held_out(job: Job, plan: Plan, mesh: Mesh, corpus: Corpus, *, split: Split = "held_out") -> HeldOut | None:
     """What is evaluated, by source; None for nothing."""
     if not job.eval.tokens:
         return None
@@ -68,6 +68,7 @@ def open_held_out(job: Job, plan: Plan, mesh: Mesh, corpus: Corpus) -> HeldOut |
         max_tokens=job.eval.tokens,
         seed=job.run.seed,
         document_masks=job.data.document_masks,
+        split=split,
     )
     return found or None
 

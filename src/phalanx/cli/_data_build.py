@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx.cli._json import print_json
+from phalanx.cli._next import next_line
 from phalanx.cli._progress import ProgressLine
 from phalanx.core.errors import ExitCode
 from phalanx.core.units import MIB, format_bytes, format_count, format_seconds, plural
@@ -106,7 +107,7 @@ def describe_build(dataset: Dataset, progress: BuildProgress | None, tokenizer: 
         lines.append(f"{'note':<8}{'; '.join(missing)}")
     if progress is not None:
         lines.append(f"{'speed':<8}{_speed_words(progress, dataset.tokenizer.kind)}")
-    lines.append(f"{'next':<8}phalanx train data.source={dataset.directory}")
+    lines.append(next_line("train", f"data.source={dataset.directory}"))
     return lines
 
 
@@ -157,5 +158,5 @@ def train(inputs: Sequence[str], out: str, vocab_size: int, column: str, max_mb:
     size, took = f"{_megabytes(trained.text_bytes)} of text", format_seconds(trained.elapsed_s)
     print(f"trained {trained.path}: {trained.vocab_size:,} tokens{few} from {size} in {took}")
     print(f"        about {trained.num_tokens_per_byte:.3f} tokens per byte of it")
-    print(f"next    phalanx data build {' '.join(inputs)} --tokenizer {trained.path} --out DIR")
+    print(next_line("data", "build", *inputs, "--tokenizer", str(trained.path), "--out", "DIR"))
     return ExitCode.OK

@@ -21,6 +21,7 @@ from phalanx.checkpoint import stores
 from phalanx.checkpoint.fence import Fence
 from phalanx.cli._prepare import Prepared, announce, conclude, prepared_run, score_baselines
 from phalanx.cli._rank import RankRun, run_rank
+from phalanx.cli._resume import Resumed
 from phalanx.cli._run import console_of, is_finished, require_ours
 from phalanx.core.errors import EnvironmentProblem, ExitCode, PhalanxError
 from phalanx.core.phases import read_black_box
@@ -33,7 +34,7 @@ from phalanx.launch.supervisor import Outcome
 from phalanx.launch.verdict import place_in_words
 from phalanx.mesh.rendezvous import RENDEZVOUS_S, open_store
 from phalanx.observe.bus import Bus
-from phalanx.observe.events import RunFinished
+from phalanx.observe.events import RESUMED, Note, RunFinished
 from phalanx.plan.plan import Plan
 
 PREPARE_TIMEOUT_S = 600.0
@@ -41,7 +42,7 @@ READ_TIMEOUT_S = 20.0
 STATUS = {ExitCode.OK: "finished", ExitCode.PREEMPTED: "preempted", ExitCode.INTERRUPTED: "interrupted"}
 
 
-def train_as_rank(job: Job, run_dir: Path, launched: ExternalRanks, *, resume: bool) -> int:
+def train_as_rank(job: Job, run_dir: Path, launched: ExternalRanks, resumed: Resumed | None) -> int:
     """Returns this rank's exit code. Rank 0 speaks for all.
 
     A launcher that starts failed ranks again (torchrun --max-restarts) continues the run in `run.dir`.
@@ -50,11 +51,11 @@ def train_as_rank(job: Job, run_dir: Path, launched: ExternalRanks, *, resume: b
     store = open_store(rendezvous_s=job.resilience.rendezvous_s or RENDEZVOUS_S) if ranks.world_size > 1 else None
     if ranks.rank != 0:
         return _follow(job, ranks, store, began_s)
-    resume = resume or (ranks.attempt > 0 and (run_dir / "job.json").exists())
+    resume = resumed is not None or (ranks.attempt > 0 and (run_dir / "job.json").exists())
     decision = _Decision(store, ranks.world_size)
     try:
         with prepared_run(job, run_dir, resume=resume, num_ranks=ranks.world_size) as prepared:
-            announce(prepared, ranks=launched.words)
+            announce(prepared, ranks=launched.words, resumed=resumed)
             if resume and is_finished(run_dir, job):
                 print(f"run     {run_dir}: step {job.train.steps} is done and saved; nothing to do")
                 decision.tell({"error": "finished", "exit_code": int(ExitCode.OK)})
@@ -63,7 +64,8 @@ def train_as_rank(job: Job, run_dir: Path, launched: ExternalRanks, *, resume: b
             told = {"run_dir": str(run_dir), "plan": prepared.plan.to_json(), "attempt": attempt, "epoch": epoch}
             decision.tell(told)
             holder = asdict(prepared.lock.holder)
-            return _lead(prepared, RankRun(job, prepared.plan, run_dir, 0, attempt, began_s, epoch, holder), store)
+            run = RankRun(job, prepared.plan, run_dir, 0, attempt, began_s, epoch, holder)
+            return _lead(prepared, run, store, resumed)
     except PhalanxError as error:
         decision.tell({"error": str(error), "exit_code": int(error.exit_code)})
         raise
@@ -106,11 +108,13 @@ def _run_rank(run: RankRun, **more: Any) -> ExitCode:
         return ExitCode(report.exit_code)
 
 
-def _lead(prepared: Prepared, run: RankRun, store: Any) -> int:
+def _lead(prepared: Prepared, run: RankRun, store: Any, resumed: Resumed | None) -> int:
     """Train as rank 0, then say what came out, also when it failed."""
     console = console_of(run.job)
     fence = Fence.of_rank(run.run_dir, run.epoch, run.holder)
     bus = Bus(rank=-1, attempt=run.attempt, run_dir=run.run_dir, may_write=lambda: not fence.is_lost())
+    if resumed is not None:
+        bus.emit(Note(RESUMED, resumed.facts()))
     code = ExitCode.INTERNAL
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +19,9 @@ from phalanx.cli._baselines import score
 from phalanx.cli._facts import data_facts
 from phalanx.cli._initial import INIT, find_initial, told_shape
 from phalanx.cli._needs import check_needs
+from phalanx.cli._next import after_training
 from phalanx.cli._output import say
+from phalanx.cli._resume import Resumed
 from phalanx.cli._summary import summary_lines
 from phalanx.cli._tokens import find_tokens
 from phalanx.core.errors import CheckpointError, ExitCode, LayoutError, ResourceError, RunLockedError, UsageError
@@ -237,8 +240,11 @@ def _forget(run_dir: Path, keep: Callable[[bool], None]) -> None:
         (run_dir / name).unlink(missing_ok=True)
 
 
-def announce(run: Prepared, *, ranks: str = "") -> None:
-    """Print what is about to happen, before it does. `ranks`: where they were read, if a launcher started them."""
+def announce(run: Prepared, *, ranks: str = "", resumed: Resumed | None = None) -> None:
+    """Print what is about to happen, before it does. `ranks`: where they were read, if a launcher started them.
+
+    Of a run that is continued, what changed stands last, right before the first step.
+    """
     data = [f"data    {line}" for line in (*_data_lines(run.corpus), *run.unverified)]
     launched = [f"ranks   {ranks}"] if ranks else []
     say(
@@ -247,6 +253,7 @@ def announce(run: Prepared, *, ranks: str = "") -> None:
         *data,
         *run.init,
         *describe(run.plan, of_samples=run.corpus.user is not None),
+        *(resumed.lines() if resumed is not None else ()),
     )
 
 
@@ -283,13 +290,15 @@ def conclude(run: Prepared, outcome: Outcome) -> int:
         say(*summary_lines(run.run_dir))
     elif outcome.message:
         print(outcome.message, file=sys.stderr)
-    saved = _saved(run)
+    saved, place = _saved(run), shlex.quote(str(run.run_dir))
     if outcome.exit_code == ExitCode.CHECKPOINT:
         if saved and not run.job.checkpoint.fallback:
-            say(f"resume  phalanx train --resume {run.run_dir} --fallback   (the newest checkpoint that verifies)")
+            say(f"resume  phalanx train --resume {place} --fallback   (the newest checkpoint that verifies)")
     elif outcome.status != "finished" and saved:
-        say(f"resume  phalanx train --resume {run.run_dir}   (newest checkpoint: {saved[-1].name})")
-    say(page, f"run     {run.run_dir}")
+        say(f"resume  phalanx train --resume {place}   (newest checkpoint: {saved[-1].name})")
+    follows = outcome.status == "finished" and saved
+    say(page, *([after_training(run.job, run.plan, run.corpus, run.run_dir)] if follows else []))
+    say(f"run     {run.run_dir}")
     return outcome.exit_code
 
 

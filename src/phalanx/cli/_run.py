@@ -19,22 +19,19 @@ from phalanx.checkpoint.verify import verify_checkpoint
 from phalanx.cli._json import print_json, words_on_stderr
 from phalanx.cli._needs import preload
 from phalanx.cli._prepare import Prepared, announce, conclude, prepared_run, score_baselines
-from phalanx.core.digest import differing_keys
+from phalanx.cli._resume import Resumed, resumed_job
 from phalanx.core.errors import (
     CheckpointError,
     DataError,
     EnvironmentProblem,
     ExitCode,
-    JobError,
     LayoutError,
     PhalanxError,
-    Problem,
     RunLockedError,
     UsageError,
 )
 from phalanx.core.files import resource_error
-from phalanx.job.load import load_job, load_job_json
-from phalanx.job.rate import reference_on_resume
+from phalanx.job.load import load_job
 from phalanx.job.schema import Job
 from phalanx.launch.end_record import EndRecord
 from phalanx.launch.external import ExternalRanks, external_ranks
@@ -43,7 +40,7 @@ from phalanx.launch.paths import next_attempt
 from phalanx.launch.supervisor import LaunchSpec, Outcome, supervise
 from phalanx.observe.bus import Bus
 from phalanx.observe.console import Console, open_console
-from phalanx.observe.events import CheckpointSaved, CheckpointUnusable, RunFinished, StepFinished
+from phalanx.observe.events import RESUMED, CheckpointSaved, CheckpointUnusable, Note, RunFinished, StepFinished
 from phalanx.observe.tail import EventTail
 from phalanx.observe.units import units_of
 from phalanx.report.reduce import reduce_run
@@ -54,11 +51,6 @@ class StoppedError(PhalanxError):
     """SIGTERM where no rank trains: before, or after."""
 
     exit_code = ExitCode.PREEMPTED
-
-
-# With other values of these a checkpoint would not fit, or samples would be repeated or skipped.
-KEPT_BY_A_RUN = ("run.seed", "model.", "data.")
-HOW_DATA_IS_READ = ("data.workers", "data.worker_timeout_s")  # whatever they are, the samples are the same
 
 
 def train(job_file: str | None, overrides: Sequence[str], resume: str | None, *, as_json: bool = False) -> int:
@@ -84,7 +76,7 @@ def explain_job(job_file: str | None, overrides: Sequence[str], resume: str | No
     if resume is None:
         job, source = load_job(job_file, overrides), job_file
     else:
-        _, job = _resumed_job(resume, overrides)
+        job = resumed_job(resume, overrides).job
         source = str(Path(resume) / "job.json")
     print_explained(job, source, overrides, as_json=as_json)
 
@@ -97,30 +89,32 @@ def _train(job_file: str | None, overrides: Sequence[str], resume: str | None) -
     """(exit code, run directory). Of several ranks of another launcher, only rank 0 knows the directory."""
     began = time.monotonic()
     ranks = external_ranks(os.environ)
+    resumed: Resumed | None = None
     if resume is not None:
-        run_dir, job = _resumed_job(resume, overrides)
+        resumed = resumed_job(resume, overrides)
+        run_dir, job = resumed.run_dir, resumed.job
     else:
         job = load_job(job_file, overrides)
         run_dir = Path(job.run.dir or _fresh_name(job))
     if ranks is not None:
-        code = _as_guarded_rank(job, run_dir, ranks, resume=resume is not None)
+        code = _as_guarded_rank(job, run_dir, ranks, resumed)
         return code, run_dir if ranks.mine.rank == 0 else None
     with prepared_run(job, run_dir, resume=resume is not None, num_ranks=None) as run:
         if is_finished(run.run_dir, run.job):
             print(f"run     {run.run_dir}: step {run.job.train.steps} is done and saved; nothing to do")
             return ExitCode.OK, run_dir
         _require_steps_left(run.run_dir, run.job)
-        announce(run)
-        return _supervised(run, began), run_dir
+        announce(run, resumed=resumed)
+        return _supervised(run, began, resumed), run_dir
 
 
-def _as_guarded_rank(job: Job, run_dir: Path, ranks: ExternalRanks, *, resume: bool) -> int:
+def _as_guarded_rank(job: Job, run_dir: Path, ranks: ExternalRanks, resumed: Resumed | None) -> int:
     end = fork_guarded(ranks.mine.rank, run_dir)  # before torch is imported: the guard needs none of it
     from phalanx.cli._external import train_as_rank
 
     code = int(ExitCode.INTERNAL)
     try:
-        code = int(train_as_rank(job, run_dir, ranks, resume=resume))
+        code = int(train_as_rank(job, run_dir, ranks, resumed))
     except PhalanxError as error:
         code = int(error.exit_code)
         raise
@@ -130,23 +124,6 @@ def _as_guarded_rank(job: Job, run_dir: Path, ranks: ExternalRanks, *, resume: b
     finally:
         end.tell(EndRecord(code))
     return code
-
-
-def _resumed_job(resume: str, overrides: Sequence[str]) -> tuple[Path, Job]:
-    run_dir = Path(resume)
-    if not (run_dir / "job.json").is_file():
-        raise UsageError("no run to resume is there", where=resume, fix="give a directory that phalanx train wrote")
-    here = f"run.dir={resume}"
-    was = load_job_json(run_dir / "job.json", [here])
-    job = load_job_json(run_dir / "job.json", [*overrides, *reference_on_resume(was, overrides), here])
-    different = [key for key in differing_keys(was.to_json(), job.to_json()) if key not in HOW_DATA_IS_READ]
-    changed = [key for key in different if key.startswith(KEPT_BY_A_RUN)]
-    if changed:
-        fix = "start a new run to change it"
-        raise JobError(
-            [Problem(key, "a resumed run keeps what it was trained with", "override", fix) for key in changed]
-        )
-    return run_dir, job
 
 
 def is_finished(run_dir: Path, job: Job) -> bool:
@@ -180,7 +157,7 @@ def _fresh_name(job: Job) -> str:
     return next(fresh for fresh in names if not Path(fresh).exists())
 
 
-def _supervised(run: Prepared, began: float) -> int:
+def _supervised(run: Prepared, began: float, resumed: Resumed | None) -> int:
     job, run_dir = run.job, run.run_dir
     attempt = next_attempt(run_dir)
     payload = {
@@ -210,6 +187,8 @@ def _supervised(run: Prepared, began: float) -> int:
     bus = Bus(
         rank=-1, attempt=attempt, run_dir=run_dir, on_unwritten=console.write, may_write=lambda: not fence.is_lost()
     )
+    if resumed is not None:
+        bus.emit(Note(RESUMED, resumed.facts()))
     tail = EventTail(run_dir, attempt_from=attempt)
     store = open_store(run_dir, job.checkpoint.url)
 

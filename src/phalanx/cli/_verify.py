@@ -11,16 +11,18 @@ from typing import Any
 
 from phalanx.cli._arguments import split_arguments
 from phalanx.cli._json import print_json, printing_json
+from phalanx.cli._next import next_line
 from phalanx.core.errors import ExitCode, LayoutError, PhalanxError, UsageError, did_you_mean
 from phalanx.core.registry import is_foreign
 from phalanx.core.units import format_count, plural
+from phalanx.data.look import look_at_data
 from phalanx.data.prepare import prepare_corpus
 from phalanx.job.foreign import foreign_shape
 from phalanx.job.hugging_face import preloaded
 from phalanx.job.load import load_job
 from phalanx.job.model import shape_of
 from phalanx.job.own_dataset import is_own_dataset
-from phalanx.job.schema import Job
+from phalanx.job.schema import Data, Job
 from phalanx.launch.paths import next_attempt
 from phalanx.launch.supervisor import LaunchSpec, Outcome, supervise
 from phalanx.observe.bus import Bus
@@ -81,6 +83,8 @@ def verify(request: Request) -> int:
         return stopped
     if not request.as_json:
         print(table.summary())
+        if request.layouts == "asked" and request.model is None and all(row["ok"] for row in table.rows):
+            print(next_line("train", *request.arguments))
     return table.exit_code({name.strip() for name in request.layouts.split(",")} - {"all"})
 
 
@@ -99,6 +103,8 @@ def _choose(request: Request) -> tuple[Job, list[Case], list[str], list[str]]:
         job, said = shrunk(job, num_blocks=num_blocks_for(keys for _, keys in layouts))
         notes.append(f"shrunk  {said or 'nothing: it is small'}")
     job, beside = judged_job(job, num_ranks), not_judged(job)
+    if job.data.mixture or not (job.data.source == Data().source or is_own_dataset(job.data.source)):
+        look_at_data(job.data, vocab_size=None)  # what is judged is made up, but data that is not there is a mistake
     shape = foreign_shape(job)
     num_params = (shape or shape_of(job, SMALL_VOCAB)).num_params
     if num_params > LARGE_PARAMS:

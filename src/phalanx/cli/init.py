@@ -57,6 +57,7 @@ def command(
 
 def _write(file: str, text: str, *, force: bool, editor: bool) -> None:
     """Raises UsageError where something is in the way, ResourceError where nothing can be written."""
+    import shlex
     from pathlib import Path
 
     from phalanx.core.errors import UsageError
@@ -73,7 +74,7 @@ def _write(file: str, text: str, *, force: bool, editor: bool) -> None:
         if not path.parent.is_dir():
             raise UsageError(f"there is no directory {str(path.parent)!r}", where=file, fix="create it first")
         write_bytes_atomic(path, text.encode(), durable=False)
-        print(f"wrote   {path}; next: phalanx train {path}")
+        print(f"wrote   {path}; next: phalanx train {shlex.quote(str(path))}")
         if editor:  # always the one of this release: nobody edits it
             write_bytes_atomic(path.with_name(FILE), _schema_text().encode(), durable=False)
             print(f"wrote   {path.with_name(FILE)}")

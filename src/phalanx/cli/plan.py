@@ -34,7 +34,7 @@ def command(
 ) -> int:
     """Choose a layout for a job on this machine and say why, with memory per rank.
 
-    The vocabulary is the job's, or that of bytes; `phalanx train` counts it from the data.
+    The vocabulary is the job's or the data's, as `phalanx train` has it; nothing is built and nothing is written.
     """
     from phalanx.cli._arguments import split_arguments
     from phalanx.cli._json import print_json, printing_json
@@ -61,15 +61,14 @@ def command(
             return 0
         from dataclasses import replace
 
+        from phalanx.cli._plan import plan_as_it_trains
         from phalanx.cli._rows import warnings_of_rows
-        from phalanx.cli._tokens import find_tokens
         from phalanx.job.load import load_job
         from phalanx.job.own_dataset import is_own_dataset
         from phalanx.plan.describe import describe
-        from phalanx.plan.planner import make_plan
 
         job = load_job(job_file, overrides)
-        plan = make_plan(job, more=find_tokens(job).remarks())
+        plan, data_lines = plan_as_it_trains(job)
         plan = replace(plan, warnings=(*plan.warnings, *warnings_of_rows(job, plan)))
         if recut is not None:
             from phalanx.cli._recut import print_recut
@@ -83,8 +82,12 @@ def command(
         if as_json:
             print_json("plan", {**plan.to_json(), "initial": initial and initial.to_json()}, indent=1)
         else:
-            print("\n".join(describe(plan, of_samples=is_own_dataset(job.data.source))))
+            print("\n".join([*data_lines, *describe(plan, of_samples=is_own_dataset(job.data.source))]))
             print("\n".join(initial.lines() if initial else []), end="\n" if initial else "")
+            if job.data.source != "stdlib" or not plan.model_shape.reads_images:  # images need samples first
+                from phalanx.cli._next import after_planning
+
+                print(after_planning(arguments or []))
     return 0
 
 

@@ -21,7 +21,7 @@ from phalanx.core.errors import DataError
 from phalanx.data.corpus import Corpus
 from phalanx.data.order import num_held_out_targets
 from phalanx.data.samples import Arrays, Samples, SampleSpec, Windows
-from phalanx.data.tokens import TokenSequence
+from phalanx.data.tokens import Split, TokenSequence
 from phalanx.data.user_dataset import UserFacts, UserSamples, digest_of, open_user_dataset
 from phalanx.data.workers import WorkerPool
 from phalanx.observe.events import Event, SamplesRead
@@ -262,9 +262,18 @@ class HeldOutSamples:
 
 
 def held_out_batches(
-    corpus: Corpus, share: Share, *, seq_len: int, max_tokens: int, seed: int, document_masks: bool = False
+    corpus: Corpus,
+    share: Share,
+    *,
+    seq_len: int,
+    max_tokens: int,
+    seed: int,
+    document_masks: bool = False,
+    split: Split = "held_out",
 ) -> dict[str, Iterable[Batch]]:
     """What is evaluated, by source ("" where there is only one); empty for nothing.
+
+    `split` "train" evaluates the other side of tokens: all of them, where nothing is held out.
 
     The sources of a mixture share `max_tokens` by their weights. Of a user's own dataset it is a number of samples.
     Raises DataError if there are fewer than ranks.
@@ -273,7 +282,7 @@ def held_out_batches(
         return _own_held_out(corpus.user, share, max_tokens, seed)
     budgets = shares(max_tokens, corpus.weights)
     found: dict[str, Iterable[Batch]] = {}
-    for number, sequence in enumerate(corpus.sequences("held_out")):
+    for number, sequence in enumerate(corpus.sequences(split)):
         ends_are_marked = corpus.components[number].end_of_document is not None
         windows = Windows(seq_len, document_masks, ends_are_marked)
         if len(sequence) > 1 and budgets[number]:

@@ -76,7 +76,7 @@ def _prepare_component(
         raise DataError("data.document_masks needs documents, and a .npy has none", where=source, fix=fix)
     tokenizer, tokenizer_path, needed_size = described.tokenizer, "", described.vocab_size
     if data.tokenizer is not None and path != own_dir.name:
-        tokenizer, tokenizer_path, needed_size = _named_tokenizer(data.tokenizer, described, source)
+        tokenizer, tokenizer_path, needed_size = named_tokenizer(data.tokenizer, described, source)
     opened = open_arrays(described.kind, described.path)
     split_by, held_out_keys = choose_split(opened.arrays, data.held_out_fraction, data.seq_len)
     splits = split_tokens(opened.arrays, data.held_out_fraction, split_by, held_out_keys)
@@ -107,12 +107,12 @@ def _find(source: str, data: Data, own_dir: Path, vocab_size: int | None, defaul
     if found is not None:
         return describe(*found), str(found[1])
     tokenizer = data.tokenizer or default
-    _check_end_fits(tokenizer, vocab_size, source)
+    check_end_fits(tokenizer, vocab_size, source)
     build_dataset([source], own_dir, tokenizer=tokenizer, column=data.column, keep_unfinished=False)
     return describe("dataset", own_dir), own_dir.name
 
 
-def _check_end_fits(tokenizer: str, vocab_size: int | None, source: str) -> None:
+def check_end_fits(tokenizer: str, vocab_size: int | None, source: str) -> None:
     """Every document ends with this token: without a row for it nothing needs to be built."""
     end = load_tokenizer(tokenizer).end_of_document
     if vocab_size is not None and end is not None and end >= vocab_size:
@@ -120,7 +120,7 @@ def _check_end_fits(tokenizer: str, vocab_size: int | None, source: str) -> None
         raise DataError(error.what, where=error.where, why="it is the end of a document", fix=error.fix)
 
 
-def _named_tokenizer(name: str, described: Described, source: str) -> tuple[TokenizerFacts, str, int]:
+def named_tokenizer(name: str, described: Described, source: str) -> tuple[TokenizerFacts, str, int]:
     """The tokenizer that the job gives for token ids, its path and its vocabulary. DataError if it does not fit."""
     tokenizer, of_shards = load_tokenizer(name), described.tokenizer
     if of_shards.kind == "none":
@@ -140,13 +140,18 @@ def _check_one_tokenizer(components: tuple[Component, ...]) -> None:
     first = components[0]
     for other in components[1:]:
         if other.tokenizer != first.tokenizer:
-            theirs, ours = (f"{each.tokenizer.kind} {each.tokenizer.digest}".strip() for each in (other, first))
-            raise DataError(
-                "the sources of a mixture need one tokenizer",
-                where=other.source,
-                why=f"it has {theirs}, and {first.source} has {ours}",
-                fix="build both with the same tokenizer",
-            )
+            raise other_tokenizer(first.source, first.tokenizer, other.source, other.tokenizer)
+
+
+def other_tokenizer(first: str, ours: TokenizerFacts, other: str, theirs: TokenizerFacts) -> DataError:
+    """The refusal of a mixture whose sources went through two tokenizers."""
+    they, we = (f"{each.kind} {each.digest}".strip() for each in (theirs, ours))
+    return DataError(
+        "the sources of a mixture need one tokenizer",
+        where=other,
+        why=f"it has {they}, and {first} has {we}",
+        fix="build both with the same tokenizer",
+    )
 
 
 def _check_same_request(corpus: Corpus, data: Data) -> None:
@@ -167,13 +172,13 @@ def _check_fits(corpus: Corpus, data: Data, vocab_size: int | None) -> None:
     for component in corpus.components:
         num_tokens = component.splits["train"].num_tokens
         if num_tokens < data.seq_len + 1:
-            raise _too_short(component.source, num_tokens, data.seq_len)
+            raise too_short(component.source, num_tokens, data.seq_len)
         opened, _ = corpus.open_component(component)
         if vocab_size is not None and component.vocab_size > vocab_size:
             check_ids(opened, vocab_size)
 
 
-def _too_short(source: str, num_tokens: int, seq_len: int) -> DataError:
+def too_short(source: str, num_tokens: int, seq_len: int) -> DataError:
     longest = f"lower data.seq_len to at most {num_tokens - 1} or give" if num_tokens > 1 else "give"
     return DataError(
         f"not enough tokens for one sequence: {num_tokens} to train on, {seq_len + 1} needed",

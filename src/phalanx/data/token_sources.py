@@ -85,15 +85,16 @@ def open_arrays(kind: Kind, path: Path) -> Opened:
     return Opened((open_megatron(path, path.with_suffix(".idx")),), (path,))
 
 
-def describe(kind: Kind, path: Path) -> Described:
-    """Raises DataError for a source that cannot be used, or whose ids are none."""
+def describe(kind: Kind, path: Path, *, with_checksums: bool = True) -> Described:
+    """What the source at `path` holds; without checksums where only that is asked, and not what would show a change.
+
+    Raises DataError for a source that cannot be used, or whose ids are none.
+    """
     if kind == "dataset":
         return _describe_dataset(path)
     array = open_arrays(kind, path).arrays[0]
-    files = {path.name: FileFacts(path.stat().st_size, _checksum(path))}
-    if kind == "megatron":
-        idx_path = path.with_suffix(".idx")
-        files[idx_path.name] = FileFacts(idx_path.stat().st_size, _checksum(idx_path))
+    paths = [path, path.with_suffix(".idx")] if kind == "megatron" else [path]
+    files = {file.name: FileFacts(file.stat().st_size, _checksum(file) if with_checksums else "") for file in paths}
     return Described(
         kind=kind,
         path=path,

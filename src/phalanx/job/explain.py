@@ -12,21 +12,9 @@ from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from phalanx.core.errors import did_you_mean
+from phalanx.job.other_names import OTHER_NAMES, advice
 from phalanx.job.positions import Path
 from phalanx.job.schema import Job
-
-# What other systems call our keys, where the spelling does not lead there.
-SYNONYMS = {
-    "batch_size": "train.global_batch_size",
-    "epochs": "train.steps",
-    "gradient_clipping": "optim.clip_norm",
-    "hidden_size": "model.dim",
-    "learning_rate": "optim.lr",
-    "max_grad_norm": "optim.clip_norm",
-    "max_steps": "train.steps",
-    "n_layer": "model.num_layers",
-    "world_size": "parallel.ranks",
-}
 
 
 @dataclass(frozen=True)
@@ -126,30 +114,43 @@ def unknown(path: Path, value: Any) -> Finding:
     """The key or section at `path` does not exist; says where it belongs or what it might have meant."""
     name = str(path[-1])
     if len(path) == 1 and isinstance(value, dict):
-        fix = did_you_mean(name, tuple(sections())) or belongs(name) or f"sections are {', '.join(sections())}"
-        return Finding(path, "unknown section", fix, at_key=True)
+        return Finding(path, "unknown section", _section_fix(name, value), at_key=True)
     if len(path) == 1:
-        return Finding(path, "stands outside every section", belongs(name) or _similar(name), at_key=True)
+        return Finding(path, "stands outside every section", belongs(name) or _advice(name), at_key=True)
     own = sections()[str(path[0])]
-    near = "" if name in SYNONYMS else did_you_mean(name, own)
-    fix = belongs(name) or near or _similar(name) or f"[{path[0]}] has {', '.join(own)}"
+    near = "" if name.lower() in OTHER_NAMES else did_you_mean(name, own)
+    fix = belongs(name) or near or _advice(name) or f"[{path[0]}] has {', '.join(own)}"
     return Finding(path, "unknown key", fix, at_key=True)
+
+
+def _section_fix(name: str, table: dict[str, Any]) -> str:
+    """The section that was misspelt, if its keys are that one's; else where the first key of the table belongs."""
+    near = did_you_mean(name, tuple(sections()))
+    meant = next((section for section in sections() if f'"{section}"' in near), "")
+    if meant and all(key in sections()[meant] for key in table):
+        return near
+    inside = next((_advice(key) for key in table if key.lower() in {*leaves(), *OTHER_NAMES}), "")
+    return inside or near or belongs(name) or f"sections are {', '.join(sections())}"
+
+
+@cache
+def leaves() -> dict[str, tuple[str, ...]]:
+    """The sections that have a key, by its name."""
+    found: dict[str, tuple[str, ...]] = {}
+    for section, keys in sections().items():
+        for key in keys:
+            found[key] = (*found.get(key, ()), section)
+    return found
+
+
+def _advice(name: str, raw: str = "") -> str:
+    return advice(name, leaves(), raw)
 
 
 def belongs(name: str) -> str:
     """'belongs in [train]' if a section has a key of exactly this name, else nothing."""
     homes = [f"[{section}]" for section, keys in sections().items() if name in keys]
     return f"belongs in {' or '.join(homes)}" if homes else ""
-
-
-def _similar(name: str) -> str:
-    """The nearest key of any section, or what another system's word is called here."""
-    if target := SYNONYMS.get(name):
-        return f'did you mean "{target}"?'
-    for section, keys in sections().items():
-        if near := did_you_mean(name, keys):
-            return f"{near[:-1]} in [{section}]?"
-    return ""
 
 
 def _section(name: str) -> Any:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 
 from phalanx.core import registry
 from phalanx.core.errors import LayoutError, did_you_mean
 from phalanx.job.explain import Finding, printable
-from phalanx.job.hugging_face import is_hugging_face, read_config
+from phalanx.job.hugging_face import CONFIG, is_hugging_face, read_config
+from phalanx.job.presets import preset_names
 from phalanx.job.question import check, finding
 from phalanx.job.schema import Job
 
@@ -25,7 +27,24 @@ def model_exists(job: Job) -> list[Finding]:
         except LayoutError as error:
             return [finding("model.kind", error.what, "; ".join(filter(None, (error.why, error.fix))))]
         return []
-    return _exists("model.kind", job.model.kind, MODELS, "model", "package.module:factory")
+    return _exists("model.kind", job.model.kind, MODELS, "model", "package.module:factory", _as_preset(job.model.kind))
+
+
+def _as_preset(kind: str) -> str:
+    """Where others name a family or a shape ("llama", "gpt2"), here a preset does: the ones that begin so."""
+    if os.path.isfile(os.path.join(os.path.expanduser(kind), CONFIG)):
+        return f'did you mean "model.kind=hf:{kind}"?'
+    name = kind.lower().removesuffix("forcausallm").removesuffix("lmheadmodel")
+    near = [preset for preset in preset_names() if preset.startswith(name)] if name else []
+    near = near or [preset for preset in preset_names() if preset in did_you_mean(name, preset_names())]
+    if name in near:
+        near = [name]
+    if not near:
+        return ""
+    shown = " or ".join(f'"model.preset={preset}"' for preset in near[:2])
+    return f"did you mean {shown}?" + (
+        f" ({len(near)} presets begin so: phalanx plan --models)" if len(near) > 2 else ""
+    )
 
 
 @check("model.kind", "model.args")
@@ -76,14 +95,14 @@ CHECKS = (
 )
 
 
-def _exists(key: str, kind: str, package: str, noun: str, foreign: str) -> list[Finding]:
-    """Nothing if `kind` is a module of `package` or a well-formed name of the user's own."""
+def _exists(key: str, kind: str, package: str, noun: str, foreign: str, instead: str = "") -> list[Finding]:
+    """Nothing if `kind` is a module of `package` or a well-formed name of the user's own. `instead`: advice for it."""
     if registry.is_foreign(kind):
         return [] if is_own_name(kind) else [finding(key, f"{kind!r} is not {foreign}")]
     known = names_in(package)
     if not known or kind in known:
         return []
-    fix = did_you_mean(kind, known) or f"{noun}s are {', '.join(known)}, or {foreign} for your own"
+    fix = did_you_mean(kind, known) or instead or f"{noun}s are {', '.join(known)}, or {foreign} for your own"
     return [finding(key, f"unknown {noun} {kind!r}", fix)]
 
 

@@ -42,9 +42,17 @@ def load_job(path: str | FilePath | None = None, overrides: Sequence[str] = ()) 
     return _build(_read_toml(path), overrides)
 
 
-def load_job_json(path: str | FilePath, overrides: Sequence[str] = ()) -> Job:
-    """The resolved job that a run wrote (`Job.to_json()`), with overrides on top. Raises JobError like `load_job`."""
-    return _build(_read_json(path), overrides)
+def load_job_json(path: str | FilePath, overrides: Sequence[str] = (), *, without: Sequence[str] = ()) -> Job:
+    """The resolved job that a run wrote (`Job.to_json()`), with overrides on top. Raises JobError like `load_job`.
+
+    The keys `without` ("parallel.tp") have their defaults, whatever the run said.
+    """
+    source = _read_json(path)
+    for section, key in (name.split(".", 1) for name in without):
+        table = (source.tree or {}).get(section)
+        if isinstance(table, dict):
+            table.pop(key, None)
+    return _build(source, overrides)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
 from phalanx.core.errors import did_you_mean
-from phalanx.job.explain import Finding, annotation, arms, belongs, printable, sections, unknown
+from phalanx.job.explain import Finding, annotation, arms, leaves, printable, sections
+from phalanx.job.other_names import advice
 from phalanx.job.positions import Path
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
@@ -64,7 +65,7 @@ def _parse(text: str, index: int) -> Override | Finding:
     if not all(_NAME.fullmatch(part) for part in parts):
         return refuse(key, "is not a key", "write section.key=value")
     if len(parts) == 1:
-        return _not_in_a_section(key, index)
+        return _not_in_a_section(key, raw, index)
     if not raw:
         return refuse(key, "has no value", f"write {printable(key)}=VALUE")
     path: Path = tuple(parts)
@@ -75,12 +76,14 @@ def _parse(text: str, index: int) -> Override | Finding:
     return Override(path, value, index)
 
 
-def _not_in_a_section(name: str, index: int) -> Finding:
+def _not_in_a_section(name: str, raw: str, index: int) -> Finding:
+    """`dim=192`: the key that was meant, in full and with its value; of a section the key that its value may be of."""
     if name in sections():
-        what, fix = "is a whole section", f"set its keys one by one: {name}.{sections()[name][0]}=..."
+        first = "kind" if name == "model" and ":" in raw else sections()[name][0]
+        what, fix = "is a whole section", f"set its keys one by one: {name}.{first}={printable(raw) or '...'}"
     else:
-        what, fix = "is not section.key", belongs(name) or unknown((name,), None).fix
-        fix = fix or did_you_mean(name, tuple(sections())) or "write section.key=value"
+        fix = advice(name, leaves(), printable(raw)) or did_you_mean(name, tuple(sections()))
+        what, fix = "is not section.key", fix or "write section.key=value"
     return Finding((name,), what, fix, override=index)
 
 

@@ -401,6 +401,9 @@ class LoaderWorkerReplaced(Event):
     reason: str
 
 
+RESUMED = "resumed"  # code of the note with which a person's --resume begins; restarts have an event of their own
+
+
 @dataclass(frozen=True)
 class Note(Event):
     """A fact that has no class of its own; `code` is stable, `facts` is JSON."""

@@ -54,7 +54,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at a step: a vertical line ("restart") or a cross at a value ("skip")."""
+    """Something that happened at a step: a vertical line ("restart", "resume") or a cross at a value ("skip")."""
 
     kind: str
     x: float
@@ -302,7 +302,7 @@ def _draw_marks(marks: Sequence[Mark], x_scale: Scale, y_scale: Scale, drawing: 
             y = y_scale(mark.y) if math.isfinite(mark.y) else 0.0
             drawing.over.append(_cross(x, min(max(y, 0.03), 0.97), "skip", "✕", mark.title))
             continue
-        drawing.svg.append(_path(f"M{x * _SIZE:.1f} 0V{_SIZE}", "restart"))
+        drawing.svg.append(_path(f"M{x * _SIZE:.1f} 0V{_SIZE}", mark.kind))
         if x >= free_from:
             side = "flag left" if x > 0.8 else "flag"
             drawing.over.append(tag("span", mark.title, class_=side, style=f"left:{100 * x:.2f}%"))
@@ -310,8 +310,7 @@ def _draw_marks(marks: Sequence[Mark], x_scale: Scale, y_scale: Scale, drawing: 
     kinds = {mark.kind for mark in marks}
     if "skip" in kinds:
         drawing.legend.append(tag("span", tag("b", "✕", class_="skip"), "skipped step", class_="key"))
-    if "restart" in kinds:
-        drawing.legend.append(_key("restart", "restart"))
+    drawing.legend += [_key(kind, kind) for kind in ("restart", "resume") if kind in kinds]
 
 
 def _beside(chart: LineChart, y_scale: Scale) -> list[Html]:

@@ -38,8 +38,14 @@ def x_range(facts: RunFacts) -> tuple[float, float] | None:
 
 
 def restarts(facts: RunFacts) -> list[Mark]:
-    later = [attempt for attempt in facts.attempts[1:] if attempt.first_step is not None]
-    return [Mark("restart", float(a.first_step or 0), f"restart {n}") for n, a in enumerate(later, start=1)]
+    """Where later attempts began: after a crash, or because a person resumed the run. Each kind has its own numbers."""
+    marks, numbers = [], {"restart": 0, "resume": 0}
+    for attempt in facts.attempts[1:]:
+        if attempt.first_step is not None:
+            kind = "restart" if attempt.is_restart else "resume"
+            numbers[kind] += 1
+            marks.append(Mark(kind, float(attempt.first_step), f"{kind} {numbers[kind]}"))
+    return marks
 
 
 def skips(facts: RunFacts, steps: Sequence[float], values: Sequence[float]) -> list[Mark]:
@@ -135,7 +141,7 @@ def _loss_note(facts: RunFacts) -> str:
         said.append(f"Best of {len(facts.evals):,} evaluations: {words.judged(best)} at step {best.step:,}{where}.")
     if facts.num_rolled_back:
         said.append(
-            f"{facts.num_rolled_back:,} steps were rolled back by restarts and {facts.num_redone:,} done again;"
+            f"{facts.num_rolled_back:,} steps were rolled back and {facts.num_redone:,} done again;"
             " the curve shows the last attempt of each."
         )
     if facts.baselines:

@@ -105,11 +105,15 @@ class RankTime:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One life of the ranks. `first_step` is None if it never finished one."""
+    """One life of the ranks. `first_step` is None if it never finished one.
+
+    `is_restart`: the supervisor started it after a crash; a later one that is none is a resume.
+    """
 
     number: int
     first_step: int | None
     started: events.RunStarted | None
+    is_restart: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,7 @@ class RunFacts:
     num_redone: int
     num_rolled_back: int
     num_restarts: int
+    num_resumes: int
     skipped: list[events.StepSkipped]
     attempts: list[Attempt]
     ranks: list[RankTime]

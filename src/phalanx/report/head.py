@@ -60,6 +60,7 @@ def _keys(facts: RunFacts) -> list[tuple[str, str, str]]:
         ("Throughput", rate, "median over steps" if len(steps) else ""),
         ("Wall time", words.seconds(facts.wall_s), ""),
         ("Restarts", str(facts.num_restarts), f"{facts.num_rolled_back:,} steps rolled back" if redone else ""),
+        *([("Resumes", str(facts.num_resumes), "")] if facts.num_resumes else []),
         ("Skipped steps", str(len(facts.skipped)), ""),
         ("Layout", words.layout(dict(facts.layout)), tokens),
         *([("Sent over tp", facts.sent_over_tp, "activations and their gradients")] if facts.sent_over_tp else []),

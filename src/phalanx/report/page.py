@@ -27,7 +27,7 @@ _NAVIGATION = (
     ("experts", "Experts"),
     ("memory", "Memory"),
     ("plan", "Plan"),
-    ("events", "Checkpoints, faults, restarts"),
+    ("events", "Checkpoints, faults, restarts, resumes"),
     ("text", "Text"),
     ("job", "Job"),
     ("files", "Files"),

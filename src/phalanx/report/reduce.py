@@ -45,6 +45,7 @@ def reduce_run(run_dir: Path) -> RunFacts:
     timeline = log.times.build()
     ledger = _ledger(timeline, story, steps, history)
     skipped = _skipped(log, steps, history)
+    attempts = _attempts(log, history)
     name = start.run if start else _text(_at(job, "run", "name")) or run_dir.resolve().name
     layout = start.layout if start else _layout(plan)
     total = start.total_steps if start else _at(job, "train", "steps")
@@ -64,8 +65,9 @@ def reduce_run(run_dir: Path) -> RunFacts:
         num_redone=history.num_redone,
         num_rolled_back=history.num_rolled_back,
         num_restarts=sum(isinstance(envelope.event, events.RestartScheduled) for envelope in story),
+        num_resumes=sum(not attempt.is_restart for attempt in attempts[1:]),
         skipped=skipped,
-        attempts=_attempts(log, history),
+        attempts=attempts,
         ranks=[_rank_time(rank, log.clocks[rank]) for rank in sorted(log.clocks)],
         evals=sorted({event.step: event for event in _of_kind(story, events.EvalFinished)}.values(), key=_by_step),
         baselines=list({event.name: event for event in _of_kind(story, events.BaselineMeasured)}.values()),
@@ -304,8 +306,12 @@ def _attempts(log: _Log, history: _History) -> list[Attempt]:
         for envelope in log.rest
         if isinstance(envelope.event, events.RunStarted) and envelope.rank == log.lead_rank
     }
+    crashed = {envelope.attempt for envelope in log.rest if isinstance(envelope.event, events.RestartScheduled)}
     numbers = sorted(set(started) | set(history.first_step))
-    return [Attempt(number, history.first_step.get(number), started.get(number)) for number in numbers]
+    return [
+        Attempt(number, history.first_step.get(number), started.get(number), is_restart=number - 1 in crashed)
+        for number in numbers
+    ]
 
 
 # --- time ----------------------------------------------------------------------------------------------------------

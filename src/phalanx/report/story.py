@@ -42,7 +42,7 @@ def story_section(facts: RunFacts) -> Html:
             table(["time", "who", "what"], rows, css_class="top"),
             tag("p", note, class_="note") if num_left_out else None,
         ]
-    return tag("section", tag("h2", "Checkpoints, faults and restarts"), body, id="events")
+    return tag("section", tag("h2", "Checkpoints, faults, restarts and resumes"), body, id="events")
 
 
 def _few(told: list[Envelope]) -> tuple[list[Envelope], int]:
@@ -76,6 +76,8 @@ def _plain(envelope: Envelope) -> str:
     event = envelope.event
     if isinstance(event, events.RanksStarted):
         return f"started {plural(len(event.pids), 'process', 'processes')}" + (f" in {words.seconds(event.start_s)}")
+    if isinstance(event, events.Note) and event.code == events.RESUMED:
+        return f"resumed at step {event.facts.get('step')}: {event.facts.get('told')}"[:MAX_NOTE]
     if isinstance(event, events.Note):
         if event.code == "warning" and isinstance(event.facts.get("text"), str):
             return f"warning: {event.facts['text']}"[:MAX_NOTE]

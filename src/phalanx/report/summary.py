@@ -25,6 +25,7 @@ def run_json(facts: RunFacts) -> dict[str, Any]:
         "step": facts.last_step,
         "total_steps": facts.total_steps,
         "num_restarts": facts.num_restarts,
+        "num_resumes": facts.num_resumes,
         "num_steps_redone": facts.num_redone,
         "num_steps_skipped": len(facts.skipped),
         "loss_unit": facts.units.loss or None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from typing import Protocol
 
 from phalanx.checkpoint.fence import Fence
 from phalanx.core.phases import Phases
@@ -12,10 +13,9 @@ from phalanx.mesh.mesh import Mesh
 from phalanx.mesh.transfer import filled
 from phalanx.observe.events import Event
 from phalanx.observe.progress import ProgressTeller
-from phalanx.parallel.model import Batch, Objective
+from phalanx.parallel.model import Batch, Objective, ParallelModel
 from phalanx.train.evaluation import LOSS, Evaluation, HeldOut, over_sources, undisturbed
 from phalanx.train.metrics import MetricSums, SumAndCount, means, require_metric
-from phalanx.train.state import TrainState
 from phalanx.train.stop import StopAskedError, StopFlags
 
 AGREE_S = 0.5  # about how long an evaluation goes on after a stop was asked for
@@ -29,6 +29,19 @@ def next_wait(batches: int, took_s: float) -> int:
     return min(MOST_BATCHES, 2 * batches) if took_s < AGREE_S / 4 else batches
 
 
+class EvaluatedState(Protocol):
+    """What an evaluation reads of a TrainState: a model at a step needs no optimizer to be evaluated."""
+
+    @property
+    def model(self) -> ParallelModel: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def step(self) -> int: ...
+
+
 class Evaluator:
     """Evaluates a state on `held_out`. `source_weights`: see Trainer.
 
@@ -37,7 +50,7 @@ class Evaluator:
 
     def __init__(
         self,
-        state: TrainState,
+        state: EvaluatedState,
         mesh: Mesh,
         *,
         objective: Objective,

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from phalanx.core.errors import NumericsError
 from phalanx.mesh.tensor_group import VocabularyLogits
 from phalanx.nn.objective import CausalOutput
 from phalanx.parallel.model import ParallelModel
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen. `temperature` 0 takes the likeliest; `top_k` and `top_p` leave out the others before that.
+
+    `num_choices`: ids from it on are never chosen, as rows of an embedding that no token has; None for all.
+    """
+
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float | None = None
+    num_choices: int | None = None
 
 
 @torch.no_grad()
@@ -20,15 +35,20 @@ def generate(
     num_tokens: int,
     context: int,
     seed: int,
-    temperature: float = 0.8,
+    sampling: Sampling | None = None,
+    end: int | None = None,
+    on_token: Callable[[int], None] = lambda token: None,
     told: Callable[[int], None] = lambda num_done: None,
 ) -> list[int]:
     """Continue `prompt` by sampling. Collective: every rank computes the same tokens (sharded models need all ranks).
 
-    At most the last `context` tokens are read at each step. `told` is called before each token with the number of
-    those that there are. Raises TypeError, on every rank, for models that are not causal.
+    At most the last `context` tokens are read at each step, all of them anew: there is no key-value cache. Stops after
+    the token `end`, if it is given. `told` is called before each token with the number of those that there are,
+    `on_token` with each when it is chosen. Raises TypeError, on every rank, for models that are not causal, and
+    NumericsError for logits that are not finite.
     """
     others: list[str] = []
+    how = sampling or Sampling()
 
     def last_logits(outputs: Any) -> torch.Tensor:
         """Never raises for outputs of another kind: in a pipeline only the last stage sees that they are."""
@@ -48,10 +68,32 @@ def generate(
         if not logits.numel():
             raise TypeError(f"cannot sample from {others[0] if others else 'what the last stage returns'}")
         # A pipeline's are on the ranks' device; the generator, whose draws are the same everywhere, is the CPU's.
-        choice = torch.multinomial((logits.cpu() / temperature).softmax(-1), 1, generator=generator)
-        tokens.append(int(choice))
+        tokens.append(_choose(logits.cpu(), how, generator))
+        on_token(tokens[-1])
+        if tokens[-1] == end:
+            break
     model.train(True)
     return tokens[len(prompt) :]
+
+
+def _choose(logits: torch.Tensor, how: Sampling, generator: torch.Generator) -> int:
+    """One id by `how`. `logits`: [vocab] fp64."""
+    if not bool(logits.isfinite().any()) or bool(logits.isnan().any()):
+        raise NumericsError("the model's logits are not finite", fix="take a checkpoint from before it diverged")
+    if how.num_choices is not None and how.num_choices < len(logits):
+        logits = logits[: how.num_choices]
+    if how.temperature == 0:
+        return int(logits.argmax())
+    if how.top_k is not None and how.top_k < len(logits):
+        least = logits.topk(how.top_k).values[-1]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    probabilities = (logits / how.temperature).softmax(-1)
+    if how.top_p is not None and how.top_p < 1:
+        ordered, ids = probabilities.sort(descending=True, stable=True)
+        left_out = ordered.cumsum(0) - ordered >= how.top_p  # the token that crosses top_p stays
+        left_out[0] = False
+        probabilities = probabilities.index_fill(0, ids[left_out], 0.0)
+    return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
 def _last_logits(outputs: Any) -> torch.Tensor | None:
@@ -59,7 +101,7 @@ def _last_logits(outputs: Any) -> torch.Tensor | None:
     if isinstance(outputs, VocabularyLogits):
         outputs = outputs.gathered()
     if isinstance(outputs, torch.Tensor):
-        return outputs[0, -1].double().cpu()
+        return outputs[0, -1].double().cpu() if outputs.ndim == 3 and outputs.is_floating_point() else None
     if not isinstance(outputs, CausalOutput):
         return None
     if outputs.vocabulary is None:

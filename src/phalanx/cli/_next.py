@@ -1,0 +1,31 @@
+"""The line that says how one goes on: a command that works as it is when it is pasted where this one ran."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from phalanx.data.corpus import Corpus
+from phalanx.job.schema import Job
+from phalanx.plan.plan import Plan
+
+
+def next_line(*words: str) -> str:
+    """`next    phalanx train 'my job.toml'`: the words as a shell takes them."""
+    return f"next    phalanx {shlex.join(words)}"
+
+
+def after_training(job: Job, plan: Plan, corpus: Corpus, run_dir: Path) -> str:
+    """What to do with a run that is finished: let it write, evaluate it elsewhere, or look at its page again."""
+    if corpus.is_text and job.model.objective is None and not plan.model_shape.reads_images and job.checkpoint.at_end:
+        return next_line("generate", str(run_dir), "--prompt", "def " if corpus.source == "stdlib" else "The ")
+    has_held_out = corpus.user.num_held_out if corpus.user is not None else corpus.splits["held_out"].num_tokens > 1
+    if has_held_out and job.checkpoint.at_end:
+        return next_line("eval", str(run_dir))
+    return next_line("report", str(run_dir))
+
+
+def after_planning(arguments: Sequence[str]) -> str:
+    """The plan was made of these arguments; training takes the same."""
+    return next_line("train", *arguments)

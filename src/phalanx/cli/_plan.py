@@ -1,0 +1,45 @@
+"""The plan of a job as `phalanx train` would make it, with what its data says. Torch-free, and nothing is written."""
+
+from __future__ import annotations
+
+from phalanx.cli._facts import look_in_words, looked_facts
+from phalanx.cli._tokens import find_tokens
+from phalanx.data.look import look_at_data
+from phalanx.data.tokenizer import BYTES
+from phalanx.job.foreign import foreign_shape
+from phalanx.job.model import fixed_vocab_size, shape_of
+from phalanx.job.own_dataset import is_own_dataset
+from phalanx.job.schema import Data, Job
+from phalanx.plan.plan import Plan
+from phalanx.plan.planner import make_plan
+
+
+def plan_as_it_trains(job: Job) -> tuple[Plan, list[str]]:
+    """The plan, and a line for each source of data that was looked at.
+
+    Raises LayoutError (exit 3), and DataError (exit 4) for data that a run would refuse.
+    """
+    shape, tokens = foreign_shape(job), find_tokens(job)
+    is_usual = _needs_no_look(job) and tokens.default in ("", BYTES)
+    if is_usual or ((shape or shape_of(job, vocab_size=1)).reads_images and _has_tokens(job)):
+        return make_plan(job, shape=shape, more=tokens.remarks()), []
+    fixed = fixed_vocab_size(job.model)
+    look = look_at_data(job.data, vocab_size=fixed, default_tokenizer=tokens.default or BYTES)
+    plan = make_plan(
+        job,
+        vocab_size=fixed or look.vocab_size,
+        shape=shape,
+        data=looked_facts(look),
+        more=tokens.remarks(),
+    )
+    return plan, look_in_words(look)
+
+
+def _needs_no_look(job: Job) -> bool:
+    """True for the library of this interpreter as bytes: it is always there, and its vocabulary is known."""
+    return not job.data.mixture and job.data.source == Data().source and job.data.tokenizer in (None, "bytes")
+
+
+def _has_tokens(job: Job) -> bool:
+    """A model of images with the default source: its shape can be planned before there is data."""
+    return bool(job.data.mixture) or not is_own_dataset(job.data.source)

@@ -1,0 +1,282 @@
+"""`--resume RUN key=value`: the run's job with what was changed on top, and what each change does to the training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.checkpoint.stores import newest_step, open_store
+from phalanx.core.digest import differing_keys
+from phalanx.core.errors import JobError, LayoutError, Problem, UsageError
+from phalanx.core.files import read_json
+from phalanx.core.units import plural
+from phalanx.job.explain import given
+from phalanx.job.load import load_job_json
+from phalanx.job.rate import reference_on_resume
+from phalanx.job.schema import Job, Parallel
+from phalanx.optim.schedule import learning_rate
+from phalanx.plan.cluster import detect_cluster
+from phalanx.plan.plan import Plan
+from phalanx.plan.planner import make_plan
+
+# With other values of these a checkpoint would not fit, or samples would be repeated or skipped.
+KEPT_BY_A_RUN = ("run.seed", "model.", "data.")
+KEPT_ONCE_SAVED = ("optim.kind",)  # whose state lies in the checkpoint
+HOW_DATA_IS_READ = ("data.workers", "data.worker_timeout_s")  # whatever they are, the samples are the same
+DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+
+
+@dataclass(frozen=True)
+class Change:
+    """One key of the job that is another one from `step` on. `effect` says what that does; `is_other_training`: steps
+    after it are not those that the run would have done.
+    """
+
+    key: str
+    before: Any
+    after: Any
+    effect: str
+    is_other_training: bool
+
+    def words(self) -> str:
+        return f"{self.key} {given(self.before)} -> {given(self.after)}: {self.effect}"
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A run that is continued. `step` is that of its newest checkpoint, 0 without one."""
+
+    run_dir: Path
+    job: Job
+    step: int
+    changes: tuple[Change, ...]
+    rate: str
+    """What becomes of the learning rate, where a change moves it; else empty."""
+
+    @property
+    def is_other_training(self) -> bool:
+        return any(change.is_other_training for change in self.changes)
+
+    def lines(self) -> list[str]:
+        """For people; nothing where the job is what it was."""
+        if not self.changes:
+            return []
+        lines = [f"changed {change.words()}" for change in self.changes]
+        if self.rate:
+            lines.append(f"warn    {self.rate}")
+        if self.is_other_training:
+            lines.append(f"        from step {self.step + 1} on this is not the training that the run began with")
+        return lines
+
+    def facts(self) -> dict[str, Any]:
+        """For the run's record."""
+        changed = {change.key: [change.before, change.after] for change in self.changes}
+        words = [*(change.words() for change in self.changes), *([self.rate] if self.rate else [])]
+        told = "; ".join(words) if words else "with the same job"
+        return {"step": self.step, "changed": changed, "told": told}
+
+
+def resumed_job(resume: str, overrides: Sequence[str]) -> Resumed:
+    """The run in the directory `resume` with `overrides` on its job.
+
+    Raises UsageError where there is no run, JobError for keys that a run keeps, and LayoutError, with all that would
+    have to be said besides, for ranks that the run's other keys do not fit.
+    """
+    run_dir = Path(resume)
+    if not (run_dir / "job.json").is_file():
+        raise UsageError("no run to resume is there", where=resume, fix="give a directory that phalanx train wrote")
+    was = load_job_json(run_dir / "job.json", [f"run.dir={resume}"])
+    job = _load_changed(run_dir, was, overrides)
+    step = newest_step(open_store(run_dir, was.checkpoint.url))
+    different = [key for key in differing_keys(was.to_json(), job.to_json()) if key not in HOW_DATA_IS_READ]
+    kept = KEPT_BY_A_RUN if step == 0 else (*KEPT_BY_A_RUN, *KEPT_ONCE_SAVED)
+    changed = [key for key in different if key.startswith(kept)]
+    if changed:
+        fix = "start a new run to change it"
+        raise JobError(
+            [Problem(key, "a resumed run keeps what it was trained with", "override", fix) for key in changed]
+        )
+    before, after = _flat(was.to_json()), _flat(job.to_json())
+    changes = tuple(_change(key, before.get(key), after.get(key), was, job, step) for key in different)
+    return Resumed(run_dir, job, step, changes, _rate_in_words(was, job, step))
+
+
+def _flat(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by dotted key, as `differing_keys` names them."""
+    flat: dict[str, Any] = {}
+
+    def walk(prefix: str, value: Any) -> None:
+        flat[prefix] = value
+        if isinstance(value, Mapping):
+            for key, inner in value.items():
+                walk(f"{prefix}.{key}" if prefix else str(key), inner)
+
+    walk("", job)
+    return flat
+
+
+# --- what a change does ----------------------------------------------------------------------------------------------
+
+
+def _change(key: str, before: Any, after: Any, was: Job, job: Job, step: int) -> Change:
+    describe, is_other = next((rule for prefix, *rule in _EFFECTS if key.startswith(prefix)), _UNKNOWN)
+    return Change(key, before, after, describe(was, job, step), is_other)
+
+
+def _says(text: str) -> Callable[[Job, Job, int], str]:
+    return lambda was, job, step: text.format(next=step + 1)
+
+
+def _steps(was: Job, job: Job, step: int) -> str:
+    ends = "" if job.optim.schedule == "constant" else f", and the {job.optim.schedule} schedule ends there"
+    left = job.train.steps - step
+    return f"{plural(max(left, 0), 'step')} left instead of {max(was.train.steps - step, 0)}{ends}"
+
+
+def _batch(was: Job, job: Job, step: int) -> str:
+    return f"steps from {step + 1} on read {job.train.global_batch_size} samples each; none is read twice or left out"
+
+
+_SAME = "the same mathematics, rounded otherwise"
+# By the beginning of a key, the first that fits: (beginning, words of (job before, job after, step), other training?).
+_EFFECTS: tuple[tuple[str, Callable[[Job, Job, int], str], bool], ...] = (
+    ("train.steps", _steps, True),
+    ("train.global_batch_size", _batch, True),
+    ("train.sample_tokens", _says("of the text at the end alone"), False),
+    ("train.compile", _says(_SAME), False),
+    ("train.", _says("the same mathematics, in other memory and time"), False),
+    ("optim.", _says("holds from step {next} on"), True),
+    ("precision.", _says("numbers are rounded so from step {next} on"), True),
+    ("parallel.compress", _says("gradients travel so from step {next} on"), True),
+    ("parallel.sync_batchnorm", _says("statistics are made so from step {next} on"), True),
+    ("parallel.dropout", _says("dropout draws so from step {next} on"), True),
+    ("parallel.", _says(_SAME), False),
+    ("cluster.", _says("where it runs; the same mathematics"), False),
+    ("eval.", _says("evaluations from step {next} on; training does not change"), False),
+    ("checkpoint.url", _says("checkpoints are looked for and saved there; those of before stay where they are"), False),
+    ("checkpoint.", _says("how it is saved; training does not change"), False),
+    ("observe.", _says("what is recorded; training does not change"), False),
+    ("resilience.max_skipped_steps", _says("when it gives up on steps that are not finite"), False),
+    ("resilience.inject", _says("faults that are put in"), False),
+    ("resilience.", _says("how failures are met; training does not change"), False),
+    ("run.", _says("what the run is called; training does not change"), False),
+    ("data.", _says("how samples are read; they are the same"), False),
+)
+_UNKNOWN = [_says("holds from step {next} on"), True]
+
+
+def _rate_in_words(was: Job, job: Job, step: int) -> str:
+    """What the learning rate would have been and is, and how to keep the last one; empty where it stays."""
+    now = learning_rate(job, step + 1)
+    if step + 1 <= was.train.steps:
+        expected, when = learning_rate(was, step + 1), "would have been"
+    else:
+        expected, when = learning_rate(was, was.train.steps), f"was at step {was.train.steps}, the last one,"
+    if step == 0 or abs(now - expected) <= 1e-9 * max(now, expected) or job.train.steps <= step:
+        return ""
+    keep = f"optim.schedule=constant optim.warmup_steps=0 optim.lr={expected:.4g}"
+    return (
+        f"the learning rate of step {step + 1} is {now:.3g}; it {when} {expected:.3g} "
+        f"({now / expected:.2g} x); to stay there: {keep}"
+    )
+
+
+# --- ranks that the run's other keys do not fit ----------------------------------------------------------------------
+
+
+def _load_changed(run_dir: Path, was: Job, overrides: Sequence[str]) -> Job:
+    """The run's job with `overrides`. A layout that does not fit is a LayoutError with all the keys that make one."""
+    asked = [key for text in overrides if (key := text.partition("=")[0].strip()).startswith("parallel.")]
+    plan = _plan_of(run_dir)
+    try:
+        job = _load(run_dir, was, overrides)
+        refusal = _refusal(job, plan) if asked else None
+    except JobError as error:
+        about_layout = [problem for problem in error.problems if problem.key.startswith("parallel.")]
+        if not asked or len(about_layout) < len(error.problems):
+            raise
+        first = about_layout[0]
+        job, refusal = was, LayoutError(first.what, where=first.key, fix=first.fix)
+        if not (more := _missing_overrides(run_dir, was, overrides, asked, plan)):
+            raise
+    else:
+        more = _missing_overrides(run_dir, was, overrides, asked, plan) if refusal is not None else []
+    if refusal is None:
+        return job
+    if more:
+        refusal.fix = f"the run has {_in_words(was, more)}: say what becomes of it, {' '.join([*overrides, *more])}"
+    raise refusal
+
+
+def _load(run_dir: Path, was: Job, overrides: Sequence[str]) -> Job:
+    here = f"run.dir={run_dir}"
+    return load_job_json(run_dir / "job.json", [*overrides, *reference_on_resume(was, overrides), here])
+
+
+def _plan_of(run_dir: Path) -> Plan | None:
+    try:
+        return Plan.from_json(read_json(run_dir / "plan.json"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _refusal(job: Job, plan: Plan | None) -> LayoutError | None:
+    """Why the job's layout cannot be had; None where it can, or nobody knows the model's shape without asking it."""
+    if plan is None:
+        return None
+    cluster = detect_cluster(job.cluster.device)
+    try:
+        make_plan(job, cluster=cluster, vocab_size=plan.vocab_size or None, shape=plan.model_shape)
+    except LayoutError as error:
+        return error
+    return None
+
+
+def _missing_overrides(
+    run_dir: Path, was: Job, overrides: Sequence[str], asked: Sequence[str], plan: Plan | None
+) -> list[str]:
+    """The fewest keys of the run's own layout that have to go for the overrides to fit, as overrides; empty if none."""
+
+    def fits(more: Sequence[str]) -> bool:
+        try:
+            return _refusal(_load(run_dir, was, [*overrides, *more]), plan) is None
+        except JobError:
+            return False
+
+    for degree in ("1", "none"):  # none: as the plan chooses
+        reset = _reset_layout(was.parallel, asked, degree)
+        if fits(list(reset.values())):
+            for key in list(reset):
+                if fits([text for name, text in reset.items() if name != key]):
+                    del reset[key]
+            return list(reset.values())
+    return []
+
+
+def _reset_layout(own: Parallel, asked: Sequence[str], degree: str) -> dict[str, str]:
+    """An override for each key of the run's layout that was not asked for anew: its default, or `degree`."""
+    usual = Parallel()
+    return {
+        f"parallel.{key}": f"parallel.{key}={degree if key in DEGREES else _spelled(getattr(usual, key))}"
+        for key in Parallel.model_fields
+        if getattr(own, key) != getattr(usual, key) and f"parallel.{key}" not in asked
+    }
+
+
+def _spelled(value: Any) -> str:
+    if value is None:
+        return "none"
+    return {True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool) else _toml(value)
+
+
+def _toml(value: Any) -> str:
+    if value in ((), [], {}):
+        return "{}" if value == {} else "[]"
+    return str(value)
+
+
+def _in_words(was: Job, more: Sequence[str]) -> str:
+    keys = [text.partition("=")[0].removeprefix("parallel.") for text in more]
+    return ", ".join(f"parallel.{key}={_spelled(getattr(was.parallel, key))}" for key in keys)

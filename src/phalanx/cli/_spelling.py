@@ -1,0 +1,110 @@
+"""What was probably meant by a word of the command line that is none of ours. Read when something is wrong, only."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from phalanx.cli._complete import job_keys
+from phalanx.core.errors import UsageError, did_you_mean
+from phalanx.job.other_names import OTHER_NAMES, OTHER_OPTIONS, advice
+
+# Verbs of other tools, and words for what ours do.
+OTHER_VERBS: Mapping[str, str] = {
+    **dict.fromkeys(("fit", "run", "pretrain", "finetune", "start", "sft", "torchrun"), "train"),
+    **dict.fromkeys(("resume", "continue"), "train --resume RUN"),
+    **dict.fromkeys(("evaluate", "validate", "test", "perplexity", "score", "lm_eval"), "eval"),
+    **dict.fromkeys(("sample", "infer", "inference", "predict", "chat", "complete", "prompt"), "generate"),
+    **dict.fromkeys(("config", "create", "new", "template"), "init"),
+    **dict.fromkeys(("estimate", "estimate-memory", "dry-run", "memory", "explain"), "plan"),
+    **dict.fromkeys(("check", "compare", "parity"), "verify"),
+    **dict.fromkeys(("ls", "prune", "export", "convert"), "checkpoint"),
+    **dict.fromkeys(("tokenize", "tokenizer", "preprocess", "build", "prepare"), "data"),
+    **dict.fromkeys(("show", "watch", "view", "plot", "page"), "report"),
+}
+SOURCE_ENDINGS = (".txt", ".md", ".npy", ".bin", ".idx", ".jsonl", ".ndjson", ".parquet", ".arrow", ".feather", ".csv")
+SOURCE_ENDINGS += (".json.gz", ".jsonl.gz", ".jsonl.zst", ".gz", ".zst", ".py", ".text", ".html")
+
+
+def leaves() -> dict[str, tuple[str, ...]]:
+    """The sections that have a key, by its name; from the schema's file, which is quicker than the schema."""
+    found: dict[str, tuple[str, ...]] = {}
+    for section, _, key in (name.partition(".") for name in job_keys()):
+        found[key] = (*found.get(key, ()), section)
+    return found
+
+
+def meant_by_option(option: str, own: Sequence[str], arguments: Sequence[str], *, takes_keys: bool) -> str:
+    """What `--steps 100` should be: an option of the verb, or a key of the job, with its value."""
+    name = option.lstrip("-").replace("-", "_").lower()
+    if instead := OTHER_OPTIONS.get(name):
+        return f"did you mean {instead}?"
+    near = did_you_mean(option, [text for text in own if text.startswith("--")])
+    if not takes_keys:
+        return near
+    is_exact = name.rpartition(".")[2] in {*leaves(), *OTHER_NAMES}
+    keys = advice(option, leaves(), _value_of(option, arguments))
+    return keys if keys and (is_exact or not near) else near or keys
+
+
+def _value_of(option: str, arguments: Sequence[str]) -> str:
+    """What the command line gives an option that is none: `--steps 100` or `--steps=100`."""
+    for index, word in enumerate(arguments):
+        if word.startswith(f"{option}="):
+            return word.partition("=")[2]
+        if word == option and index + 1 < len(arguments) and not arguments[index + 1].startswith("-"):
+            return arguments[index + 1]
+    return ""
+
+
+def meant_by_verb(word: str) -> str:
+    """'did you mean "train"?' for another tool's verb, or for what is an argument of ours."""
+    if instead := OTHER_VERBS.get(word.lower()):
+        return f'did you mean "{instead}"?'
+    if "=" in word or word.endswith(".toml") or os.path.exists(word):
+        return f"did you mean phalanx train {word}?"
+    return ""
+
+
+def refuse_other_files(word: str) -> None:
+    """Raise UsageError for what stands where a job file is expected and is plainly something else: what to write."""
+    path = Path(word)
+    what, fix = "", ""
+    if path.is_dir():
+        what, fix = _of_directory(path, word)
+    elif path.is_file():
+        if path.name.lower().endswith(SOURCE_ENDINGS):
+            what, fix = "is data, not a job file", f"write data.source={word}"
+    elif word.startswith("hf:") or (
+        ":" in word and "/" not in word and word.replace(":", "").replace(".", "").isidentifier()
+    ):
+        what, fix = "is a model, not a job file", f"write model.kind={word}"
+    elif os.sep not in word:
+        what, fix = _of_name(word)
+    if what:
+        raise UsageError(f"{word!r} {what}", fix=fix)
+
+
+def _of_directory(path: Path, word: str) -> tuple[str, str]:
+    if (path / "job.json").is_file():
+        return "is a run, not a job file", f"phalanx train --resume {word} goes on with it"
+    if (path / "config.json").is_file():
+        return "is a model of Hugging Face, not a job file", f"write model.kind=hf:{word}"
+    if (path / "manifest.json").is_file() or (path / "model.toml").is_file() or path.parent.name == "checkpoints":
+        job = next((str(path / name) for name in ("model.toml",) if (path / name).is_file()), "")
+        return "is a checkpoint, not a job file", f"give its job {job}" if job else f"write model.init_from={word}"
+    if any(path.glob("*.toml")):
+        return "", ""  # the job that is in it is named
+    return "is a folder, not a job file", f"write data.source={word} to train on what is in it"
+
+
+def _of_name(word: str) -> tuple[str, str]:
+    """A preset, or a key or another trainer's name of one, where a job file was expected."""
+    from phalanx.job.presets import preset_names
+
+    if word in preset_names():
+        return "is a preset, not a job file", f"write model.preset={word}"
+    if not Path(word).suffix and (keys := advice(word, leaves())):
+        return "is neither a job file nor key=value", keys
+    return "", ""

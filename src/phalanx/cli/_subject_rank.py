@@ -1,0 +1,156 @@
+"""A rank that opens a checkpoint and evaluates it, or continues texts with it. The supervisor forks into these."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator, Sized
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.checkpoint.load import load
+from phalanx.checkpoint.stores import find_checkpoint
+from phalanx.cli._data import check_masks, open_held_out
+from phalanx.core.errors import DataError, ExitCode, LayoutError
+from phalanx.core.files import write_json_atomic
+from phalanx.core.phases import BlackBox, Phases
+from phalanx.data.corpus import load_corpus
+from phalanx.job.schema import Job
+from phalanx.launch.paths import black_box
+from phalanx.mesh.mesh import Mesh, open_mesh
+from phalanx.nn.build import build_model, build_objective
+from phalanx.parallel.model import Batch, ParallelModel
+from phalanx.parallel.parallelize import parallelize, transforms
+from phalanx.plan.plan import Plan
+from phalanx.train.evaluation import HeldOut
+from phalanx.train.evaluator import Evaluator
+from phalanx.train.generate import Sampling, generate
+from phalanx.train.stop import StopFlags
+
+RESULT, PROGRESS, TOKENS = "result.json", "progress.json", "tokens.jsonl"  # what rank 0 writes for who started it
+PROGRESS_S = 0.2
+transforms()  # imported in the server, once, instead of in every rank
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The checkpoint's model on this rank, as its plan cuts it."""
+
+    job: Job
+    plan: Plan
+    mesh: Mesh
+    model: ParallelModel
+    step: int
+
+    @property
+    def seed(self) -> int:
+        return self.job.run.seed
+
+
+def evaluate(payload: dict[str, Any]) -> int:
+    """`payload`: job, plan, run_dir, checkpoint, step, data_dir, split. Rank 0 writes loss, targets and metrics."""
+    run_dir = Path(payload["run_dir"])
+    with _opened(payload) as opened:
+        job, mesh = opened.job, opened.mesh
+        corpus = load_corpus(Path(payload["data_dir"]))
+        check_masks(job, opened.model)
+        held_out = open_held_out(job, opened.plan, mesh, corpus, split=payload["split"])
+        if held_out is None:
+            raise DataError(
+                "nothing is held out", where=f"data.source {corpus.source}", fix="raise data.held_out_fraction"
+            )
+        began = time.monotonic()
+        found = Evaluator(
+            opened,
+            mesh,
+            objective=build_objective(job),
+            held_out=_counted(held_out, run_dir) if mesh.rank == 0 else held_out,
+            source_weights=dict(zip(corpus.names, corpus.weights, strict=True)),
+            stop=StopFlags(),
+        ).evaluate()
+        if mesh.rank == 0:
+            facts = {**asdict(found), "evaluated_s": time.monotonic() - began}
+            write_json_atomic(run_dir / RESULT, facts)
+        mesh.barrier()
+    return ExitCode.OK
+
+
+def continue_texts(payload: dict[str, Any]) -> int:
+    """`payload`: job, plan, run_dir, checkpoint, prompts (token ids), num_tokens, context, seed, end, sampling.
+
+    Rank 0 appends a line for each token, as it comes, and for the end of each text.
+    """
+    with _opened(payload) as opened, open(Path(payload["run_dir"]) / TOKENS, "a") as file:
+
+        def tell(**facts: Any) -> None:
+            if opened.mesh.rank == 0:
+                file.write(json.dumps(facts) + "\n")
+                file.flush()
+
+        for number, prompt in enumerate(payload["prompts"]):
+            began = time.monotonic()
+            try:
+                tokens = generate(
+                    opened.model,
+                    prompt,
+                    num_tokens=payload["num_tokens"],
+                    context=payload["context"],
+                    seed=payload["seed"] + number,
+                    sampling=Sampling(**payload["sampling"]),
+                    end=payload["end"],
+                    on_token=lambda token, number=number: tell(text=number, token=token),  # type: ignore[misc]
+                )
+            except TypeError as error:
+                raise LayoutError(
+                    "this model does not generate", why=str(error), fix="logits [batch, seq, vocab] are needed"
+                ) from None
+            tell(text=number, num_tokens=len(tokens), wall_s=time.monotonic() - began)
+        opened.mesh.barrier()
+    return ExitCode.OK
+
+
+@contextlib.contextmanager
+def _opened(payload: dict[str, Any]) -> Iterator[Opened]:
+    job = Job.model_validate_json(json.dumps(payload["job"]))
+    plan = Plan.from_json(payload["plan"])
+    rank = int(os.environ.get("RANK", "0"))
+    phases = Phases(BlackBox(black_box(Path(payload["run_dir"]), rank)))
+    phases.enter("startup")
+    timeout_s = job.resilience.collective_timeout_s
+    with open_mesh(plan.layout, device=plan.device, timeout_s=timeout_s) as mesh:
+        module = build_model(job, plan.model_shape)
+        model = parallelize(module, plan, mesh, phases=phases, seed=job.run.seed)
+        if payload["checkpoint"]:
+            folder = find_checkpoint(payload["checkpoint"])
+            load(folder, model.shards(), group=mesh, phases=phases, cast=payload["cast"], weights_only=True)
+            model.refresh()
+        phases.leave("startup")
+        yield Opened(job, plan, mesh, model, payload["step"] or 0)
+
+
+def _counted(held_out: HeldOut, run_dir: Path) -> HeldOut:
+    """The same batches; how many of all were taken is written now and then."""
+    total = sum(len(batches) for batches in held_out.values() if isinstance(batches, Sized))
+    done, told_s = 0, 0.0
+
+    def count(batches: Any) -> Iterator[Batch]:
+        nonlocal done, told_s
+        for batch in batches:
+            yield batch
+            done += 1
+            if time.monotonic() - told_s > PROGRESS_S:
+                told_s = time.monotonic()
+                with contextlib.suppress(OSError):
+                    write_json_atomic(run_dir / PROGRESS, {"done": done, "total": total})
+
+    class Counted:
+        def __init__(self, batches: Any) -> None:
+            self._batches = batches
+
+        def __iter__(self) -> Iterator[Batch]:
+            return count(self._batches)
+
+    return {source: Counted(batches) for source, batches in held_out.items()}

@@ -1,0 +1,111 @@
+"""What a job's [data] names, as far as it can be known without building anything: for plans. Torch-free.
+
+Token ids and their tokenizers are read as `prepare_corpus` reads them, so a plan has the vocabulary and the numbers of
+tokens that the run will have. Of text there are its files and its tokenizer; how many tokens it is, building tells.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phalanx.core.errors import DataError
+from phalanx.core.units import format_bytes, plural
+from phalanx.data.dataset import TokenizerFacts
+from phalanx.data.prepare import check_end_fits, named_tokenizer, other_tokenizer, too_short
+from phalanx.data.sources import find_files
+from phalanx.data.token_sources import check_ids, describe, find_kind, open_arrays
+from phalanx.data.tokenizer import BYTES, load_tokenizer
+from phalanx.data.tokens import SPLITS, choose_split, split_tokens
+from phalanx.data.user_dataset import UserFacts
+from phalanx.data.workers import probe_user_dataset
+from phalanx.job.own_dataset import is_own_dataset
+from phalanx.job.schema import Data
+
+
+@dataclass(frozen=True)
+class LookedAt:
+    """One source. The numbers of tokens are None of text, which nobody has counted. `words` are for people."""
+
+    source: str
+    weight: float
+    tokenizer: TokenizerFacts
+    vocab_size: int
+    num_train: int | None
+    num_held_out: int | None
+    words: str
+
+
+@dataclass(frozen=True)
+class DataLook:
+    """All sources of a job, or the user's own dataset."""
+
+    sources: tuple[LookedAt, ...] = ()
+    user: UserFacts | None = None
+
+    @property
+    def vocab_size(self) -> int | None:
+        """What the data needs; None of a user's own dataset, which does not say."""
+        return max((source.vocab_size for source in self.sources), default=None)
+
+    @property
+    def is_counted(self) -> bool:
+        """True if the number of tokens of every source is known."""
+        return bool(self.sources) and all(source.num_train is not None for source in self.sources)
+
+
+def look_at_data(data: Data, *, vocab_size: int | None, default_tokenizer: str = BYTES) -> DataLook:
+    """Read what `data` names as far as its kind says it by itself. `vocab_size`: the model's, None if data decides.
+    `default_tokenizer` is for text where `data` names none.
+
+    Raises what `prepare_corpus` would: DataError (exit 4) for a source that is missing, unreadable, too short or of
+    other ids than the vocabulary has.
+    """
+    if is_own_dataset(data.source) and not data.mixture:
+        return DataLook(user=probe_user_dataset(data.source, data.args, data.worker_timeout_s))
+    sources = [(part.source, part.weight) for part in data.mixture] or [(data.source, 1.0)]
+    looked = tuple(_look(source, weight, data, vocab_size, default_tokenizer) for source, weight in sources)
+    for other in looked[1:]:
+        if other.tokenizer != looked[0].tokenizer:
+            raise other_tokenizer(looked[0].source, looked[0].tokenizer, other.source, other.tokenizer)
+    return DataLook(looked)
+
+
+def _look(source: str, weight: float, data: Data, vocab_size: int | None, default: str) -> LookedAt:
+    if is_own_dataset(source):
+        fix = "a mixture takes text and token ids; mix them inside your dataset"
+        raise DataError("your own dataset cannot be a part of a mixture", where=source, fix=fix)
+    if find_kind(source) is None:
+        return _look_at_text(source, weight, data.tokenizer or default, vocab_size)
+    return _look_at_ids(source, weight, data, vocab_size)
+
+
+def _look_at_text(source: str, weight: float, name: str, vocab_size: int | None) -> LookedAt:
+    check_end_fits(name, vocab_size, source)
+    tokenizer = load_tokenizer(name)
+    (found,) = find_files([source])
+    size = format_bytes(sum(file.num_bytes for file in found.files))
+    words = f"{plural(len(found.files), 'file')} of text, {size}; vocabulary {tokenizer.vocab_size:,} ({name})"
+    facts = TokenizerFacts(tokenizer.kind, tokenizer.digest)
+    return LookedAt(source, weight, facts, tokenizer.vocab_size, None, None, words)
+
+
+def _look_at_ids(source: str, weight: float, data: Data, vocab_size: int | None) -> LookedAt:
+    found = find_kind(source)
+    assert found is not None, "of token ids"
+    described = describe(*found, with_checksums=False)
+    if data.document_masks and described.kind == "npy":
+        fix = "build shards from text, or use a Megatron dataset, which know theirs"
+        raise DataError("data.document_masks needs documents, and a .npy has none", where=source, fix=fix)
+    tokenizer, needed = described.tokenizer, described.vocab_size
+    if data.tokenizer is not None:
+        tokenizer, _, needed = named_tokenizer(data.tokenizer, described, source)
+    opened = open_arrays(described.kind, described.path)
+    if vocab_size is not None and needed > vocab_size:
+        check_ids(opened, vocab_size)
+    split_by, keys = choose_split(opened.arrays, data.held_out_fraction, data.seq_len)
+    splits = split_tokens(opened.arrays, data.held_out_fraction, split_by, keys)
+    train, held_out = (splits[split].num_tokens for split in SPLITS)
+    if train < data.seq_len + 1:
+        raise too_short(source, train, data.seq_len)
+    words = f"{train:,} training tokens, {held_out:,} held out; vocabulary {needed:,}"
+    return LookedAt(source, weight, tokenizer, needed, train, held_out, words)
