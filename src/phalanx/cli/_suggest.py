@@ -85,11 +85,13 @@ def _look(job: Job) -> dict[str, Any]:
 def _lines(found: Mapping[str, Any]) -> list[str]:
     """A table of TOML with the reasons as comments."""
     rules, whole = found["rules"], found["whole"]
+    lines = [f"# tried with made-up inputs: {found['fed_with']}"] if found["fed_with"] else []
     if not rules:
-        lines = ["# nothing of this module can be cut by a rule that was tried"]
+        why = f": {found['why_none']}" if found["why_none"] else ""
+        lines += [f"# nothing of this module can be cut by a rule that was tried{why}"]
     else:
         width = max(len(_entry(pattern, text)) for pattern, (text, _) in rules.items())
-        lines = ["[parallel.rules]"]
+        lines += ["[parallel.rules]"]
         lines += [f"{_entry(pattern, text):<{width}}  # {why}" for pattern, (text, why) in rules.items()]
     lines += [f"# whole on every rank: {pattern} ({why})" for pattern, why in whole.items()]
     if rules:

@@ -59,6 +59,9 @@ def command(
 
             print_explained(load_job(job_file, overrides), job_file, overrides, as_json=as_json)
             return 0
+        from dataclasses import replace
+
+        from phalanx.cli._rows import warnings_of_rows
         from phalanx.cli._tokens import find_tokens
         from phalanx.job.load import load_job
         from phalanx.job.own_dataset import is_own_dataset
@@ -67,6 +70,7 @@ def command(
 
         job = load_job(job_file, overrides)
         plan = make_plan(job, more=find_tokens(job).remarks())
+        plan = replace(plan, warnings=(*plan.warnings, *warnings_of_rows(job, plan)))
         if recut is not None:
             from phalanx.cli._recut import print_recut
 

@@ -69,10 +69,20 @@ def probe_foreign_shape(
 
 
 def _run_probe(kind: str, args: Mapping[str, Any], probe_module: str, timeout_s: float) -> str:
-    """What `python -m probe_module '{"kind": ..., "args": ...}'` prints. It sees our sys.path."""
-    request = json.dumps({"kind": kind, "args": dict(args)})
+    """What `python -m probe_module '{"kind": ..., "args": ...}'` prints."""
+    try:
+        return ask_process(probe_module, {"kind": kind, "args": dict(args)}, timeout_s)
+    except ChildProcessError as error:
+        raise _refuse(kind, str(error)) from None
+
+
+def ask_process(module: str, request: Mapping[str, Any], timeout_s: float = TIMEOUT_S) -> str:
+    """What `python -m module REQUEST` prints, with the request as JSON. It sees our sys.path.
+
+    Raises ChildProcessError with the last line of its errors.
+    """
     process = subprocess.Popen(
-        [sys.executable, "-m", probe_module, request],
+        [sys.executable, "-m", module, json.dumps(request)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -84,21 +94,21 @@ def _run_probe(kind: str, args: Mapping[str, Any], probe_module: str, timeout_s:
     try:
         printed, errors = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        raise _refuse(kind, f"it took longer than {timeout_s:g} s") from None
+        raise ChildProcessError(f"it took longer than {timeout_s:g} s") from None
     finally:
         if process.returncode is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
     if process.returncode != 0:
         ending = f"the process ended with {process.returncode}"
-        raise _refuse(kind, _last_line(errors) or ending)
+        raise ChildProcessError(last_line(errors) or ending)
     return printed
 
 
 def _shape(kind: str, printed: str) -> ModelShape:
     """The last line of `printed` (a user's module may print before it), counted."""
     try:
-        answer = json.loads(_last_line(printed))
+        answer = json.loads(last_line(printed))
         sizes = {str(name): math.prod(map(int, shape)) for name, shape, _ in answer["tensors"]}
         blocks = tuple((str(block), _size_within(str(block), sizes)) for block in answer["blocks"])
         num_params, num_trainable = int(answer["num_params"]), int(answer["num_trainable_params"])
@@ -110,7 +120,7 @@ def _shape(kind: str, printed: str) -> ModelShape:
         last_stage = tuple(map(str, answer.get("last_stage", ())))
         facts: dict[str, Any] = {key: int(answer["facts"][key]) for key in FACTS if key in answer.get("facts", {})}
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise _refuse(kind, f"the probe printed {_last_line(printed)[:80]!r} instead of its answer") from None
+        raise _refuse(kind, f"the probe printed {last_line(printed)[:80]!r} instead of its answer") from None
     block_sizes = [size for _, size in blocks]
     measured = Measured(
         num_params,
@@ -138,19 +148,24 @@ def _refuse(kind: str, why: str) -> LayoutError:
     return LayoutError(f"model {kind!r} cannot be built", why=why, fix="check model.kind and model.args")
 
 
-def _last_line(text: str) -> str:
+def last_line(text: str) -> str:
+    """The last line with anything in it."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else ""
 
 
 def _cache_file(kind: str, args: Mapping[str, Any], cache_dir: Path | None) -> Path | None:
     """Where the shape is kept, or None if there is no cache or no source to recognise the model by."""
-    sources = _sources_of_config(kind) if is_hugging_face(kind) else _sources(kind.partition(":")[0].split("."))
+    sources = _sources_of_config(kind) if is_hugging_face(kind) else sources_of(kind.partition(":")[0].split("."))
     if cache_dir is None or not sources:
         return None
     ours = [file for room in OWN_ROOMS for file in sorted((Path(__file__).parents[1] / room).glob("*.py"))]
-    states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in [*sources, *ours]]
-    return cache_dir / f"shape-{digest([kind, dict(args), states, sys.version])}.json"
+    return cache_dir / f"shape-{digest([kind, dict(args), states_of([*sources, *ours]), sys.version])}.json"
+
+
+def states_of(files: Sequence[Path]) -> list[tuple[str, int, int]]:
+    """Which files these are, as far as that shows without reading them."""
+    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
 def _read_cached(file: Path) -> ModelShape | None:
@@ -167,7 +182,7 @@ def _sources_of_config(kind: str) -> list[Path]:
     return [path, Path(found.origin)] if found is not None and found.origin else []
 
 
-def _sources(names: Sequence[str]) -> list[Path]:
+def sources_of(names: Sequence[str]) -> list[Path]:
     """The module's file and those it most likely imports: the rest of its package, or the files beside it.
 
     Found without importing the packages around it, which may well import torch.

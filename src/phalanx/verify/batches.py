@@ -34,11 +34,16 @@ def global_steps(job: Job, plan: Plan, data_dir: Path | None, *, num_steps: int)
         finally:
             data.close()
     generator = torch.Generator().manual_seed(stable_hash64("verify", job.run.seed) % 2**63)
-    make = _images if plan.model_shape.reads_images else _tokens
     return [
-        [make(plan, rows, generator, documents=job.data.document_masks) for _ in range(NUM_MICROBATCHES)]
+        [made_up(plan, rows, generator, documents=job.data.document_masks) for _ in range(NUM_MICROBATCHES)]
         for _ in range(num_steps)
     ]
+
+
+def made_up(plan: Plan, rows: int, generator: torch.Generator, *, documents: bool) -> Batch:
+    """A batch of what the plan's model reads: tokens, or images with labels."""
+    make = _images if plan.model_shape.reads_images else _tokens
+    return make(plan, rows, generator, documents=documents)
 
 
 def _tokens(plan: Plan, rows: int, generator: torch.Generator, *, documents: bool) -> Batch:

@@ -10,7 +10,7 @@ from phalanx.verify.causes_of_experts import ExpertCauses
 from phalanx.verify.causes_of_stages import OTHER_MICROBATCH, StageCauses
 from phalanx.verify.compare import NO_DOTS, Comparison
 from phalanx.verify.flips import Reroute
-from phalanx.verify.trace_facts import gradients_of
+from phalanx.verify.trace_facts import BUFFERS, gradients_of
 
 NOT_FINITE = "it is not a finite number"
 CUT_WRONG = (
@@ -25,6 +25,19 @@ KEYS_LOST = (
     "the loss agrees, and gradients of keys or values do not: what other ranks' tokens owe to this rank's keys and "
     "values does not come back to it"
 )
+
+
+ROWS_MIXED = (
+    "the objective lets the rows of a batch see each other, and a rank has only its own: the loss of a batch is not "
+    "that of its parts, and changes with the number of ranks and of microbatches"
+)
+
+
+BUFFER_MOVED = (
+    "the forward changes the buffer {name} by what it makes of its rows, and a rank sees only its own: it follows rank "
+    "0's, one microbatch after the other (docs/own-code.md, other buffers); keep it out of forward"
+)
+BUFFER_OFF = 1e-8  # relative; far above float64's rounding
 
 
 class Causes:
@@ -45,6 +58,10 @@ class Causes:
         wanted = self._trace.steps[step].loss
         if found - found != 0:
             return NOT_FINITE
+        if moved := self.moved_buffer():
+            return BUFFER_MOVED.format(name=moved)
+        if self._trace.mixed_by == "objective" and step == 0:
+            return ROWS_MIXED
         if present and _near(found, sum(present) / len(present)):
             return "a mean of means: microbatches count alike, however many targets they have"
         by_rank = [_mean([m for m in seen["local_means"][step] if m == m]) for seen in self._seen]
@@ -64,6 +81,15 @@ class Causes:
         words += [CUT_WRONG] if self._tp > 1 else []
         words += [SEQUENCES_CUT_WRONG] if self._cp > 1 else []
         return "; or ".join(words) or _multiple("it", found / wanted if wanted else math.inf, self._dp)
+
+    def moved_buffer(self) -> str:
+        """The first buffer that a forward changes and that became something else than in one process; else nothing.
+
+        Of one that no checkpoint keeps it is not known what became of it.
+        """
+        kept = self._trace.sizes.get(BUFFERS, {})
+        off = [name for name in self._trace.moved if name in kept and self._compared.error(BUFFERS, name) > BUFFER_OFF]
+        return next(iter([*off, *(name for name in self._trace.moved if name not in kept)]), "")
 
     def of_routing(self, found: Reroute) -> str:
         words = [self._experts.of_routing(found)]
@@ -105,6 +131,8 @@ class Causes:
         if what == "initial weight":
             return "initial weights depend on the layout"
         if what == "buffer":
+            if name in self._trace.moved:
+                return BUFFER_MOVED.format(name=name)
             usual = "gradients and weights agree, so a rank moves it by its own share of the batch, or not at all"
             return self._experts.of_buffer(name) or usual
         if what == "update" and self._trace.has_no_gradient(name):
@@ -117,6 +145,8 @@ class Causes:
             )
         if what == "gradient" and not self._trace.sizes[kind][name]:
             return "in one process it has no gradient: it is frozen, or has no part in the loss"
+        if moved := self.moved_buffer():
+            return BUFFER_MOVED.format(name=moved)
         return self._of_rounding(kind, name) or self._of_gradient(kind, name, off, ranks, step)
 
     def _of_gradient(self, kind: str, name: str, off: Sequence[str], ranks: Sequence[int], step: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -16,20 +15,19 @@ from torch import nn
 
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import Mesh
-from phalanx.nn.build import build_objective
-from phalanx.nn.objective import CausalOutput
 from phalanx.optim.build import build_optimizer
-from phalanx.parallel.model import READS_PARTS, Batch, together
+from phalanx.parallel.model import Batch
 from phalanx.plan.plan import Plan
 from phalanx.verify.batches import as_dtype, split_again
 from phalanx.verify.flips import EVALUATION, Reroute, optimizer_step, train_step
+from phalanx.verify.job_loss import JobLoss
 from phalanx.verify.masks import Definition
 from phalanx.verify.pipelines import num_microbatches
-from phalanx.verify.reference import Around, LossSum, evaluate_alone, plain_cross_entropy, train_alone
+from phalanx.verify.reference import Around, evaluate_alone, train_alone
 from phalanx.verify.routes import Choices, Routes, are_alike, read_routes, write_routes
 from phalanx.verify.trace import write_trace
 from phalanx.verify.trace_facts import BUFFERS, TRACE, Trace, read_trace
-from phalanx.verify.untouched import build_untouched, described_failure, probe, taken
+from phalanx.verify.untouched import build_untouched, described_failure, probe
 
 NUDGE = 4  # roundings
 CLIP, MOVE = 0.3, 0.01  # not one over a number of ranks or microbatches, so that its absence is told from theirs
@@ -103,7 +101,7 @@ def _write_reference(
             _nudge(module)
         return module
 
-    loss_sum, reroutes = _loss_sum(job, plan), list[Reroute]()
+    loss_sum, reroutes = JobLoss(job, plan), list[Reroute]()
     try:
         with _repeatable():
             seen = probe(build, loss_sum, steps[0][0], job.run.seed)
@@ -179,23 +177,6 @@ def _nudge(module: nn.Module) -> None:
     for parameter in filter(torch.is_floating_point, module.parameters()):
         roundings = torch.randint(-NUDGE, NUDGE + 1, parameter.shape, generator=generator).to(parameter.dtype)
         parameter.mul_(1 + torch.finfo(torch.float32).eps * roundings)
-
-
-def _loss_sum(job: Job, plan: Plan) -> LossSum:
-    """The textbook's loss for models of tokens, which train with a chunked one; or the user's own, or the model's."""
-    is_textbook = job.model.objective is None and not plan.model_shape.reads_images
-    objective = build_objective(job)
-
-    def loss_sum(module: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        extras = taken(inspect.signature(module.forward).parameters, batch)
-        args = (batch["inputs"],) if "inputs" in batch else ()
-        outputs = module(*args, **extras)
-        can_read = isinstance(outputs, torch.Tensor | CausalOutput)  # else the objective says what it wants
-        if is_textbook and can_read:
-            return plain_cross_entropy(outputs, batch)
-        return objective(outputs if getattr(objective, READS_PARTS, False) else together(outputs), batch)
-
-    return loss_sum
 
 
 @contextmanager

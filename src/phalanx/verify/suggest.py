@@ -6,23 +6,25 @@ import functools
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from phalanx.core.errors import ExitCode, LayoutError
+from phalanx.core.errors import ExitCode, LayoutError, PhalanxError
 from phalanx.job.schema import Job
 from phalanx.mesh.linear import is_linear
 from phalanx.mesh.logical import full_name
 from phalanx.nn.objective import CausalOutput
-from phalanx.parallel.calling import call_with_batch
+from phalanx.nn.probe import one_line
+from phalanx.parallel.calling import call_with_batch, describe_batch
 from phalanx.plan.coverage import pattern_of
 from phalanx.plan.plan import Plan
 from phalanx.plan.rules import matches
 from phalanx.verify.batches import Batch, as_dtype, global_steps
+from phalanx.verify.suggest_feed import fitting_batches
 from phalanx.verify.suggest_flow import Cutting, Flow, find_cutting, watch
 from phalanx.verify.suggest_trial import Visit, try_out
 from phalanx.verify.untouched import build_untouched
@@ -34,39 +36,66 @@ SMALL_HEAD = 128  # outputs: fewer are not worth a cut
 
 @dataclass
 class Suggestion:
-    """`rules`: pattern -> (rule, why). `whole`: pattern of a linear layer or embedding that is left whole -> why."""
+    """`rules`: pattern -> (rule, why). `whole`: pattern of a linear layer or embedding that is left whole -> why.
+    `why_none`: where no rule can be. `fed_with`: inputs that were made up, as the job has no dataset of its own.
+    """
 
     rules: dict[str, tuple[str, str]] = field(default_factory=dict)
     whole: dict[str, str] = field(default_factory=dict)
+    why_none: str = ""
+    fed_with: str = ""
 
 
 def main(payload: dict[str, Any]) -> int:
     """`payload`: job, run_dir, data_dir, plan. Writes ANSWER there."""
     job, plan = Job.model_validate_json(json.dumps(payload["job"])), Plan.from_json(payload["plan"])
     data_dir = Path(payload["data_dir"]) if payload["data_dir"] else None
-    found = suggest(job, plan, global_steps(job, plan, data_dir, num_steps=1)[0][0])
+    batch = global_steps(job, plan, data_dir, num_steps=1)[0][0]
+    try:
+        found = suggest(job, plan, batch, is_made_up=data_dir is None)
+    except PhalanxError:
+        raise
+    except Exception as error:  # of the user's forward, in a part of it or with other features
+        raise LayoutError(f"the forward of {job.model.kind} cannot be followed", why=one_line(error)) from None
     (Path(payload["run_dir"]) / ANSWER).write_text(json.dumps(asdict(found)))
     return ExitCode.OK
 
 
-def suggest(job: Job, plan: Plan, batch: Batch) -> Suggestion:
-    """In float64, or where the module does not have that, in float32."""
-    for dtype in ("float64", "float32"):
-        module, _ = build_untouched(job, plan, dtype, materialize=True)
-        _shake(module)
-        module.eval()
-        few = as_dtype([[{key: t[:NUM_ROWS] for key, t in batch.items()}]], getattr(torch, dtype))[0][0]
-        try:
-            call_with = call_with_batch(module, few)
-            module(*call_with[0], **call_with[1])
-        except LayoutError:
-            raise
-        except Exception as error:
-            if dtype == "float32":
-                raise LayoutError(f"{type(module).__name__} fails by itself: {type(error).__name__}: {error}") from None
-            continue
-        return _Look(module, few).suggestion()
-    raise AssertionError
+def suggest(job: Job, plan: Plan, batch: Batch, *, is_made_up: bool = False) -> Suggestion:
+    """In float64, or where the module does not have that, in float32.
+
+    A batch that `is_made_up` is token ids, or images; a module that takes neither is fed by its first layer.
+    """
+    failure = ""
+    for number, fed in enumerate([batch, *(fitting_batches(_built(job, plan, "float32")) if is_made_up else ())]):
+        for dtype in ("float64", "float32"):
+            module = _built(job, plan, dtype)
+            few = as_dtype([[{key: t[:NUM_ROWS] for key, t in fed.items()}]], getattr(torch, dtype))[0][0]
+            try:
+                args, kwargs = call_with_batch(module, few)
+                module(*args, **kwargs)
+            except LayoutError:
+                if number == 0:
+                    raise
+                continue
+            except Exception as error:
+                failure = failure if number else one_line(error)  # of the batch that was given
+                continue
+            found = _Look(module, few).suggestion()
+            return replace(found, fed_with=describe_batch(few)) if number else found
+    fed_with = describe_batch({key: t[:NUM_ROWS] for key, t in batch.items()})
+    own = 'give its dataset, data.source = "package.module:factory": its samples are what the forward takes'
+    raise LayoutError(
+        f"{job.model.kind} cannot be tried with {fed_with}" + (", which are made up" if is_made_up else ""),
+        why=failure,
+        fix=own if is_made_up else "the forward must run with a batch of the dataset, in evaluation mode on a CPU",
+    )
+
+
+def _built(job: Job, plan: Plan, dtype: str) -> nn.Module:
+    module, _ = build_untouched(job, plan, dtype, materialize=True)
+    _shake(module)
+    return module.eval()
 
 
 @torch.no_grad()
@@ -113,10 +142,21 @@ class _Look:
                 self._whole.setdefault(name, self._why_whole(name))
             if isinstance(part, nn.MultiheadAttention):
                 self._whole[name] = "torch's own attention multiplies by its matrices itself"
-        found = Suggestion(_by_pattern(self._rules, self._parts), {})
+        found = Suggestion(_by_pattern(self._rules, self._parts), {}, "" if self._rules else self._why_none())
         for name, why in self._whole.items():
             found.whole.setdefault(pattern_of(name), why)
         return found
+
+    def _why_none(self) -> str:
+        holders = {type(part).__name__ for part in self._parts.values() if list(part.parameters(recurse=False))}
+        if not holders:
+            return "the module has no parameters"
+        if any(is_linear(part) or isinstance(part, nn.Embedding) for part in self._parts.values()):
+            return ""  # of each it is said why it stays whole
+        return (
+            f"rules cut linear layers and embeddings, and its parameters are those of {', '.join(sorted(holders))}; "
+            "parallel.dp_shard shards parameters of any module"
+        )
 
     def _why_whole(self, name: str) -> str:
         if name in self._flow.called_often:

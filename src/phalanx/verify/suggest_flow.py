@@ -35,7 +35,7 @@ class Flow:
 
     def feeders(self, tensor: torch.Tensor) -> set[str]:
         """Names of the layers (and embeddings) whose outputs reach `tensor` directly."""
-        if not tensor.requires_grad:
+        if not tensor.requires_grad or not self.outputs:
             return set()
         names = list(self.outputs)
         wanted = [self.outputs[name] for name in names]
@@ -48,7 +48,9 @@ class Flow:
         """Of what the module returns."""
         found: set[str] = set()
         for leaf in tree_leaves(self.result):
-            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and not isinstance(leaf, nn.Parameter):
+            if not isinstance(leaf, torch.Tensor) or isinstance(leaf, nn.Parameter):
+                continue
+            if leaf.is_floating_point() or leaf.is_complex():
                 found |= self.feeders(leaf)
         return found
 
@@ -91,6 +93,7 @@ def _hooks(module: nn.Module, wanted: Callable[[nn.Module], bool], note: Callabl
 
 def _mixed(tensor: torch.Tensor) -> torch.Tensor:
     """A sum with weights of its own for each element, so that nothing cancels."""
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     generator = torch.Generator().manual_seed(3)
     weights = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) + 0.5
     return (tensor * weights.to(tensor.dtype)).sum()

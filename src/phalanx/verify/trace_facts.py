@@ -37,7 +37,7 @@ class TraceStep:
 class Trace:
     """`sizes`: set -> name -> norm of the tensor; `order`: parameters as a forward meets them.
 
-    `narrows`, `mixes_rows` and `dropped` are what verify/untouched.py saw of the module.
+    `narrows`, `mixes_rows`, `dropped`, `mixed_by` and `moved` are what verify/untouched.py saw of the module.
     """
 
     directory: Path
@@ -52,6 +52,10 @@ class Trace:
     rounding: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Set -> name -> how far the tensor in one process is from the same in float64, or of a module without one from the
     same with its weights rounded otherwise. Empty where nobody computed it."""
+    mixed_by: str = ""
+    """The part of the loss that lets rows see each other: "model", "objective", or nothing."""
+    moved: tuple[str, ...] = ()
+    """Buffers that a forward changes, kept in checkpoints or not."""
     evaluation: float | None = None
     """Loss of the last step's microbatches in evaluation mode, after the last step; None: it is not to be compared."""
 
@@ -109,5 +113,7 @@ def read_trace(directory: Path) -> Trace:
         mixes_rows,
         tuple(body["dropped"]),
         body.get("rounding", {}),
+        body["mixed_by"],
+        tuple(body["moved"]),
         body["evaluation"],
     )

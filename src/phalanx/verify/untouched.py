@@ -2,45 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.core.errors import LayoutError
 from phalanx.job.schema import Job
-from phalanx.mesh.logical import module_shards
+from phalanx.mesh.logical import full_name, module_shards
 from phalanx.nn.build import build_model
 from phalanx.nn.hf_experts import use_batched_products
 from phalanx.plan.plan import Plan
 from phalanx.verify.masks import Definition
-from phalanx.verify.reference import Batch, LossSum, forward_order
+from phalanx.verify.mixing import Loss, Part, mixes_rows, mixing_part, num_rows_of, refuse_collective
+from phalanx.verify.reference import Batch, forward_order
 
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
-MIXES = 1e-4  # far above the rounding of a sum, far below what statistics of a batch do to a loss
 
 
 @dataclass(frozen=True)
 class Probe:
     """`order`: parameters as a forward meets them. `narrows`: in float64 it rounds to a narrower type on its way.
 
-    `mixes_rows`: the loss of a batch is not the sum of the losses of its parts, as with BatchNorm. `dropped`: modules
-    that drop something.
+    `mixes_rows`: the loss of a batch is not the sum of the losses of its parts, as with BatchNorm; `mixed_by`: the part
+    of the loss that makes it so. `dropped`: modules that drop something. `moved`: buffers that a forward changes.
     """
 
     order: tuple[str, ...]
     narrows: bool
     mixes_rows: bool
     dropped: tuple[str, ...] = ()
+    mixed_by: Part = ""
+    moved: tuple[str, ...] = ()
 
 
 def build_untouched(job: Job, plan: Plan, dtype: str, *, materialize: bool) -> tuple[nn.Module, tuple[str, ...]]:
     """The job's module in `dtype`, in training mode, without dropout that each rank draws; and what was done to it."""
-    module = build_model(job, plan.model_shape).to(getattr(torch, dtype))
+    module = _cast(build_model(job, plan.model_shape), getattr(torch, dtype))
     done: tuple[str, ...] = ()
     if dtype == "float64" and use_batched_products(module):
         done = ("experts are computed by batched products: torch's grouped one has no float64",)
@@ -56,6 +59,18 @@ def build_untouched(job: Job, plan: Plan, dtype: str, *, materialize: bool) -> t
     return module, done
 
 
+def _cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """`module.to(dtype)`, which would take the imaginary part of complex numbers away."""
+    wide = dtype.to_complex()
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_complex():
+            return tensor.to(wide)
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return module._apply(cast)
+
+
 def switch_off_dropout(module: nn.Module) -> int:
     """Dropout layers, and torch's attention and recurrent layers, which hold a probability themselves. How many."""
     num_dropped = 0
@@ -68,38 +83,50 @@ def switch_off_dropout(module: nn.Module) -> int:
     return num_dropped
 
 
-def probe(build: Callable[[], nn.Module], loss_sum: LossSum, batch: Batch, seed: int) -> Probe:
+def probe(build: Callable[[], nn.Module], loss: Loss, batch: Batch, seed: int) -> Probe:
     """Look at one forward of modules of their own: it may move buffers, and the reference must not have seen it.
 
-    Raises LayoutError for a forward that draws random numbers: what it computes is not a function of the batch.
+    Raises LayoutError for a forward that draws random numbers, as what it computes is not a function of the batch, and
+    for a loss that calls collectives.
     """
-    module, losses = build(), []
-    narrowing, masks = _Narrowing(), Definition(module, seed)
-    rows = len(next(iter(batch.values())))
+    module, sums = build(), list[tuple[torch.Tensor, torch.Tensor]]()
+    narrowing, masks, before = _Narrowing(), Definition(module, seed), _buffers(module)
+    rows = num_rows_of(batch)
     with _refusing_draws(module), masks.of(1, 0, rows), narrowing:
-        order = forward_order(module, lambda: losses.append(loss_sum(module, batch)[0].item()))
-    mixes = rows > 1 and _mixes_rows(build(), loss_sum, batch, seed, losses[0])
-    return Probe(tuple(order), narrowing.found, mixes, tuple(masks.dropped))
+        order = forward_order(module, lambda: sums.append(loss(module, batch)))
+    moved = tuple(name for name, buffer in _buffers(module).items() if not _is_same(before.get(name), buffer))
+    mixed_by: Part = ""
+    if rows > 1:
+        other, (total, targets) = build(), sums[0]
+        others_masks = Definition(other, seed)
+        if mixes_rows(other, loss, batch, others_masks, total.item(), int(targets)):
+            mixed_by = mixing_part(other, loss, batch, others_masks)
+    return Probe(tuple(order), narrowing.found, bool(mixed_by), tuple(masks.dropped), mixed_by, moved)
 
 
-@torch.no_grad()
-def _mixes_rows(module: nn.Module, loss_sum: LossSum, batch: Batch, seed: int, loss: float) -> bool:
-    """Whether the loss of the two halves of a batch is another than `loss`, that of the whole."""
-    rows, apart, masks = len(next(iter(batch.values()))), 0.0, Definition(module, seed)
-    for start, stop in ((0, rows // 2), (rows // 2, rows)):
-        with masks.of(1, start, stop - start):
-            apart += loss_sum(module, {key: t[start:stop] for key, t in batch.items()})[0].item()
-    return abs(apart - loss) > MIXES * abs(loss)
+def _buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """But for statistics of BatchNorm, which have no part in what it makes of a training batch."""
+    found = {}
+    for prefix, part in module.named_modules():
+        if not isinstance(part, _BatchNorm):
+            own = part.named_buffers(prefix, recurse=False)
+            found |= {full_name(name): buffer.detach().clone() for name, buffer in own}
+    return found
+
+
+def _is_same(before: torch.Tensor | None, after: torch.Tensor) -> bool:
+    return before is not None and before.shape == after.shape and torch.equal(before.nan_to_num(), after.nan_to_num())
 
 
 class _Narrowing(TorchDispatchMode):
-    """Sees whether a float64 tensor becomes one of fewer digits."""
+    """Sees whether a float64 tensor becomes one of fewer digits. Refuses collectives: other ranks are not in them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        refuse_collective(func)
         out = func(*args, **(kwargs or {}))
         if isinstance(out, torch.Tensor) and out.dtype in NARROW:
             self.found |= any(isinstance(arg, torch.Tensor) and arg.dtype is torch.float64 for arg in args)
@@ -151,8 +178,3 @@ def described_failure(error: Exception, dtype: str) -> str:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or ["it says nothing"])[0]
-
-
-def taken(names: Mapping[str, Any], batch: Batch) -> dict[str, torch.Tensor]:
-    """The entries of a batch, besides inputs and targets, that a forward has arguments for."""
-    return {key: t for key, t in batch.items() if key not in ("inputs", "targets") and key in names}

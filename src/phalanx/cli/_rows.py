@@ -1,0 +1,55 @@
+"""What `phalanx plan` says of a loss whose rows see each other: tried in another process, and kept. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from phalanx.core.digest import digest
+from phalanx.core.files import read_json, write_json_atomic
+from phalanx.core.registry import is_foreign
+from phalanx.job.foreign import SHAPE_CACHE, ask_process, last_line, sources_of, states_of
+from phalanx.job.schema import Job
+from phalanx.plan.mixed_rows import RowFacts, has_own_code, row_warnings
+from phalanx.plan.plan import Plan
+from phalanx.plan.warnings import EarlyWarning
+
+PROBE = "phalanx.verify.rows_probe"
+
+
+def warnings_of_rows(job: Job, plan: Plan) -> tuple[EarlyWarning, ...]:
+    """Nothing for what phalanx brings itself, and for what cannot be tried: a run says what is wrong with it."""
+    if not has_own_code(job):
+        return ()
+    return row_warnings(_facts_of_rows(job, plan), job, plan)
+
+
+def _facts_of_rows(job: Job, plan: Plan) -> RowFacts:
+    cached = _cache_file(job, plan)
+    try:
+        return RowFacts(**read_json(cached))
+    except (OSError, ValueError, TypeError):
+        pass
+    try:
+        facts = RowFacts(**json.loads(last_line(ask_process(PROBE, {"job": job.to_json(), "plan": plan.to_json()}))))
+    except (ChildProcessError, ValueError, TypeError):
+        return RowFacts()
+    try:
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        write_json_atomic(cached, asdict(facts), durable=False)
+    except OSError:  # the cache only saves time
+        pass
+    return facts
+
+
+def _cache_file(job: Job, plan: Plan) -> Path:
+    """Known by the user's sources and by our own."""
+    named = [job.model.kind, job.model.objective, job.data.source]
+    own = [
+        file for name in named if name and is_foreign(name) for file in sources_of(name.partition(":")[0].split("."))
+    ]
+    ours = [file for room in ("nn", "verify") for file in sorted((Path(__file__).parents[1] / room).glob("*.py"))]
+    said = [job.model.model_dump(mode="json"), job.data.model_dump(mode="json"), job.run.seed, plan.shape]
+    return SHAPE_CACHE / f"rows-{digest([said, states_of([*own, *ours]), sys.version])}.json"

@@ -1,0 +1,48 @@
+"""The loss of a job as one process computes it, in its two halves: what the module makes of a batch, and what the
+objective makes of that."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from phalanx.job.schema import Job
+from phalanx.nn.build import build_objective
+from phalanx.nn.objective import CausalOutput
+from phalanx.parallel.model import READS_PARTS, together
+from phalanx.plan.plan import Plan
+from phalanx.verify.reference import Batch, plain_cross_entropy
+
+
+class JobLoss:
+    """`loss(module, batch)` is the sum of the losses of the batch's targets, and how many they are.
+
+    The textbook's loss for models of tokens, which train with a chunked one; or the user's own, or the model's.
+    """
+
+    def __init__(self, job: Job, plan: Plan) -> None:
+        self._is_textbook = job.model.objective is None and not plan.model_shape.reads_images
+        self._objective = build_objective(job)
+
+    def outputs(self, module: nn.Module, batch: Batch) -> Any:
+        """What the module returns for a batch."""
+        extras = taken(inspect.signature(module.forward).parameters, batch)
+        return module(*((batch["inputs"],) if "inputs" in batch else ()), **extras)
+
+    def of_outputs(self, outputs: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        can_read = isinstance(outputs, torch.Tensor | CausalOutput)  # else the objective says what it wants
+        if self._is_textbook and can_read:
+            return plain_cross_entropy(outputs, batch)
+        return self._objective(outputs if getattr(self._objective, READS_PARTS, False) else together(outputs), batch)
+
+    def __call__(self, module: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.of_outputs(self.outputs(module, batch), batch)
+
+
+def taken(names: Mapping[str, Any], batch: Batch) -> dict[str, torch.Tensor]:
+    """The entries of a batch, besides inputs and targets, that a forward has arguments for."""
+    return {key: t for key, t in batch.items() if key not in ("inputs", "targets") and key in names}

@@ -1,0 +1,136 @@
+"""Which rows of a batch a loss lets see each other, and whether it calls collectives, for which nobody waits."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import phalanx
+from phalanx.core.errors import LayoutError
+from phalanx.verify.masks import Definition
+from phalanx.verify.reference import Batch
+
+Part = Literal["", "model", "objective"]
+
+MIXES = 1e-4  # far above the rounding of a sum, far below what another row does to a loss
+COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
+_OURS = str(Path(phalanx.__file__).parent)
+_TORCHS = str(Path(torch.__file__).parent)
+
+
+class Loss(Protocol):
+    """A loss in two halves: what a module makes of a batch, and the sum over that with the number of its targets."""
+
+    def outputs(self, module: nn.Module, batch: Batch) -> Any: ...
+
+    def __call__(self, module: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@torch.no_grad()
+def mixes_rows(module: nn.Module, loss: Loss, batch: Batch, masks: Definition, total: float, num_targets: int) -> bool:
+    """Whether the mean loss of a batch, of which `total` and `num_targets` are known, is not that of its halves."""
+    rows, apart, count = num_rows_of(batch), 0.0, 0
+    for start, stop in ((0, rows // 2), (rows // 2, rows)):
+        with masks.of(1, start, stop - start), buffers_kept(module):
+            part, targets = loss(module, {key: tensor[start:stop] for key, tensor in batch.items()})
+        apart, count = apart + part.item(), count + int(targets)
+    if not num_targets or not count:
+        return False
+    mean = total / num_targets
+    return not abs(apart / count - mean) <= MIXES * abs(mean)
+
+
+@torch.no_grad()
+def mixing_part(module: nn.Module, loss: Loss, batch: Batch, masks: Definition) -> Part:
+    """Of a loss that mixes rows: "model" if what it makes of the first rows changes with the last, else "objective"."""
+    rows = num_rows_of(batch)
+    half = rows // 2
+    others = {key: torch.cat((t[:half], t[:1].expand(rows - half, *t.shape[1:]))) for key, t in batch.items()}
+    made = []
+    for each in (batch, others):
+        with masks.of(1, 0, rows), buffers_kept(module):
+            made.append(list(_leaves(loss.outputs(module, each))))
+    pairs = [(a, b) for a, b in zip(*made, strict=False) if a.ndim and len(a) == len(b) and len(a) % rows == 0]
+    if not pairs:
+        return "model"  # it returns no row, but the loss itself, say
+    firsts = [(a[: len(a) // rows * half].double(), b[: len(b) // rows * half].double()) for a, b in pairs]
+    return "model" if any((a - b).norm() > MIXES * a.norm() for a, b in firsts) else "objective"
+
+
+@contextmanager
+def buffers_kept(module: nn.Module) -> Iterator[None]:
+    """What a forward does to them does not reach the next one."""
+    before = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+
+
+def _leaves(outputs: Any) -> Iterator[torch.Tensor]:
+    """The tensors of numbers in what a module returns."""
+    if isinstance(outputs, torch.Tensor):
+        if outputs.is_floating_point() or outputs.is_complex():
+            yield outputs
+    elif isinstance(outputs, Mapping):
+        for value in outputs.values():
+            yield from _leaves(value)
+    elif isinstance(outputs, list | tuple):
+        for value in outputs:
+            yield from _leaves(value)
+    elif dataclasses.is_dataclass(outputs):
+        for field in dataclasses.fields(outputs):
+            yield from _leaves(getattr(outputs, field.name))
+
+
+def num_rows_of(batch: Batch) -> int:
+    return len(next(iter(batch.values())))
+
+
+class CollectiveCalledError(LayoutError):
+    """`call` says which collective, and where."""
+
+    def __init__(self, call: str) -> None:
+        super().__init__(
+            f"a collective of torch.distributed is called in the loss: {call}",
+            why="other ranks are at something else in a layout, and in one process there are none",
+            fix="compute the loss of the rows that are given: sums over ranks and microbatches are phalanx's",
+        )
+        self.call = call
+
+
+class RefusingCollectives(TorchDispatchMode):
+    """Raises CollectiveCalledError in place of any collective: alone in one, a rank waits, or takes others' answers."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        refuse_collective(func)
+        return func(*args, **(kwargs or {}))
+
+
+def refuse_collective(func: Any) -> None:
+    """Raise CollectiveCalledError if an operation of torch is a collective."""
+    if func.namespace in COLLECTIVES:
+        raise CollectiveCalledError(_call_of(func))
+
+
+def _call_of(func: Any) -> str:
+    """ "all_gather (loss.py:12)", by the function of torch.distributed that was called and the line that did."""
+    name = str(func.overloadpacket.__name__).strip("_")
+    for entry in reversed(traceback.extract_stack(sys._getframe(1))):
+        if entry.filename.startswith(_TORCHS):
+            is_public = f"{_TORCHS}/distributed" in entry.filename and not entry.name.startswith("_")
+            name = entry.name if is_public and entry.name != "wrapper" else name
+        elif not entry.filename.startswith((_OURS, "<")):
+            return f"{name} ({Path(entry.filename).name}:{entry.lineno})"
+    return name

@@ -1,0 +1,49 @@
+"""`python -m phalanx.verify.rows_probe JSON`: what a job's loss does with the rows of a batch, for `phalanx plan`.
+
+The process stands for rank 0 of two, so that code which asks for ranks before it calls a collective is seen to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from phalanx.core.batch import BYTE_VOCAB_SIZE
+from phalanx.data.user_dataset import UserSamples, open_user_dataset
+from phalanx.job.own_dataset import is_own_dataset
+from phalanx.job.schema import Job
+from phalanx.plan.plan import Plan
+from phalanx.verify.batches import Batch, made_up
+from phalanx.verify.rows import MAX_ROWS, check_rows
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """`request`: job and plan. Raises what the dataset raises."""
+    job = Job.model_validate_json(json.dumps(request["job"]))
+    plan = Plan.from_json(request["plan"])
+    batch = sample_batch(job, plan)
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    return asdict(check_rows(job, plan, batch))
+
+
+def sample_batch(job: Job, plan: Plan, num_rows: int = MAX_ROWS) -> Batch:
+    """A few samples of the job's own dataset, else made up for what the model reads."""
+    if is_own_dataset(job.data.source) and not job.data.mixture:
+        dataset = open_user_dataset(job.data.source, job.data.args, "train")
+        samples = UserSamples(dataset, job.data.source, job.run.seed).take(np.arange(num_rows))
+        return {key: torch.from_numpy(array) for key, array in samples.items()}
+    known = plan if plan.vocab_size else replace(plan, vocab_size=job.model.vocab_size or BYTE_VOCAB_SIZE)
+    return made_up(known, num_rows, torch.Generator().manual_seed(job.run.seed), documents=job.data.document_masks)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.getcwd())
+    print(json.dumps(answer(json.loads(sys.argv[1]))))

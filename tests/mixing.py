@@ -1,0 +1,102 @@
+"""Models and objectives whose rows see each other, and some that look as if they did: by name, as a job names them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+Batch = Mapping[str, torch.Tensor]
+Pair = tuple[torch.Tensor, torch.Tensor]
+WIDTH = 8
+
+
+class Encoder(nn.Module):
+    """Two views of a sample in, an embedding of each out."""
+
+    def __init__(self, norm: str = "", centred: bool = False, noise: float = 0.0) -> None:
+        super().__init__()
+        norms = {"batch": nn.BatchNorm1d(WIDTH), "layer": nn.LayerNorm(WIDTH)}
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.dropout = norms.get(norm, nn.Identity()), nn.Dropout(0.2)
+        self.centred, self.noise = centred, noise
+
+    def forward(self, inputs: torch.Tensor, other: torch.Tensor) -> dict[str, torch.Tensor]:
+        views = [self.second(self.dropout(self.norm(self.first(x))).relu()) for x in (inputs, other)]
+        if self.centred:
+            views[0] = views[0] - views[0].mean(dim=0)
+        if self.noise and self.training:
+            views[0] = views[0] + self.noise * torch.randn_like(views[0])
+        return {"left": views[0], "right": views[1]}
+
+
+class Remembers(nn.Module):
+    """Its forward moves buffers by what it makes of its rows, and uses them."""
+
+    def __init__(self, persistent: bool = True) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("level", torch.zeros(WIDTH), persistent=persistent)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        made = self.linear(inputs)
+        with torch.no_grad():
+            self.level.mul_(0.5).add_(made.mean(dim=0), alpha=0.5)
+        return made - self.level
+
+
+def contrastive(outputs: dict[str, torch.Tensor], batch: Batch) -> Pair:
+    """Each left must find its right among those of the batch."""
+    logits = F.normalize(outputs["left"], dim=-1) @ F.normalize(outputs["right"], dim=-1).T
+    return F.cross_entropy(logits, torch.arange(len(logits)), reduction="sum"), torch.tensor(len(logits))
+
+
+def by_rows(outputs: Any, batch: Batch) -> Pair:
+    made, wanted = (outputs["left"], outputs["right"]) if isinstance(outputs, dict) else (outputs, batch["inputs"])
+    return (made - wanted).square().sum(), torch.tensor(made.numel())
+
+
+def mean_of_rows(outputs: dict[str, torch.Tensor], batch: Batch) -> Pair:
+    """A mean that counts as one: of equal parts the same as a sum over rows."""
+    return (outputs["left"] - outputs["right"]).square().mean(), torch.tensor(1)
+
+
+def gathering(outputs: dict[str, torch.Tensor], batch: Batch) -> Pair:
+    """As people write it where ranks are theirs to know: negatives of all ranks."""
+    left, right = outputs["left"], outputs["right"]
+    place = 0
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        parts = [torch.zeros_like(right) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, right.detach().contiguous())
+        right, place = torch.cat(parts), dist.get_rank() * len(left)
+    logits = left @ right.T
+    return F.cross_entropy(logits, torch.arange(len(left)) + place, reduction="sum"), torch.tensor(len(left))
+
+
+def encoder(**args: Any) -> nn.Module:
+    return Encoder(**args)
+
+
+def remembers(**args: Any) -> nn.Module:
+    return Remembers(**args)
+
+
+class Views:
+    """Two noisy views of 64 points."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        noise = np.random.default_rng(index)
+        point = noise.normal(size=WIDTH).astype(np.float32)
+        return {"inputs": point, "other": point + 0.1 * noise.normal(size=WIDTH).astype(np.float32)}
+
+
+def views(split: str) -> Views:
+    return Views()

@@ -1,0 +1,119 @@
+"""Losses whose rows see each other are told from those that only look so, and collectives in them by their line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from models import CPU
+from phalanx.job.schema import Job
+from phalanx.job.shape import Measured, measured_shape
+from phalanx.plan.mixed_rows import RowFacts, row_warnings
+from phalanx.plan.plan import Plan
+from phalanx.plan.planner import make_plan
+from phalanx.verify.rows import check_rows
+from phalanx.verify.rows_probe import sample_batch
+
+SHAPE = measured_shape("mixing", 0, Measured(200, 200, 200, 0))  # for the plan's memory alone
+
+
+def job_of(objective: str | None, kind: str = "mixing:encoder", ranks: int = 2, **args: Any) -> Job:
+    body = {
+        "model": {"kind": kind, "args": args, "objective": objective and f"mixing:{objective}"},
+        "data": {"source": "mixing:views", "seq_len": 1},
+        "train": {"global_batch_size": 8},
+        "parallel": {"ranks": ranks},
+    }
+    return Job.model_validate(body)
+
+
+def plan_of(job: Job) -> Plan:
+    return make_plan(job, cluster=CPU, shape=SHAPE)
+
+
+def facts_of(objective: str | None, **how: Any) -> RowFacts:
+    job = job_of(objective, **how)
+    plan = plan_of(job)
+    return check_rows(job, plan, sample_batch(job, plan))
+
+
+@pytest.mark.parametrize(
+    ("objective", "how", "mixes"),
+    [
+        ("contrastive", {}, "objective"),
+        ("contrastive", {"norm": "batch"}, "objective"),
+        ("by_rows", {}, ""),  # although it has dropout
+        ("by_rows", {"norm": "batch"}, ""),  # of which the plan speaks already
+        ("by_rows", {"norm": "layer"}, ""),
+        ("mean_of_rows", {}, ""),
+        ("by_rows", {"centred": True}, "model"),
+        ("by_rows", {"noise": 0.5}, ""),  # draws: tried without, in evaluation mode
+        ("contrastive", {"noise": 0.5}, "objective"),
+    ],
+)
+def test_what_makes_rows_see_each_other_is_named(objective: str, how: dict[str, Any], mixes: str) -> None:
+    assert facts_of(objective, **how) == RowFacts(mixes=mixes)  # type: ignore[arg-type]
+
+
+def test_looking_changes_nothing_of_the_process() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    facts_of("contrastive", noise=0.5)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_loss_that_fails_is_left_to_training() -> None:
+    assert facts_of("no_such_function") == RowFacts()
+    assert facts_of("by_rows", no_such_argument=1) == RowFacts()
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    """This process is rank 0 of two that are not there."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_a_collective_in_the_loss_is_seen_before_it_is_called() -> None:
+    call = facts_of("gathering").collective
+    assert call.startswith("all_gather (mixing.py:")
+    assert facts_of("contrastive") == RowFacts(mixes="objective")
+
+
+@pytest.mark.parametrize(
+    ("facts", "ranks", "micro", "words"),
+    [
+        (
+            RowFacts("objective"),
+            2,
+            None,
+            ["the objective mixing:contrastive", "part of 4", "2 data-parallel ranks x 1"],
+        ),
+        (RowFacts("model"), 1, 2, ["the model mixing:encoder", "Of 8 rows", "1 data-parallel ranks x 4 microbatches"]),
+        (RowFacts("objective"), 1, None, []),  # the whole batch at once
+        (RowFacts(), 2, None, []),
+        (RowFacts(collective="all_gather (x.py:3)"), 1, None, ["calls all_gather (x.py:3)"]),
+    ],
+)
+def test_the_warning_says_which_numbers_change_the_loss(
+    facts: RowFacts, ranks: int, micro: int | None, words: list[str]
+) -> None:
+    job = job_of("contrastive", ranks=ranks)
+    job = Job.model_validate(job.to_json() | {"train": {"global_batch_size": 8, "micro_batch_size": micro}})
+    said = row_warnings(facts, job, plan_of(job))
+    assert len(said) == bool(words), said
+    assert [word for word in words if word not in said[0].text] == []
+
+
+def test_facts_pass_through_json() -> None:
+    assert RowFacts(**asdict(RowFacts("model", "x"))) == RowFacts("model", "x")

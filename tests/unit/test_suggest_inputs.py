@@ -1,0 +1,164 @@
+"""`--suggest-rules` looks at any module with inputs that it takes, and says plainly why there are no rules."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from models import CPU
+from phalanx.core.errors import LayoutError
+from phalanx.job.schema import Job
+from phalanx.job.shape import Measured, measured_shape
+from phalanx.plan.planner import make_plan
+from phalanx.verify.cases import SMALL_VOCAB
+from phalanx.verify.rows_probe import sample_batch
+from phalanx.verify.suggest import Suggestion, suggest
+
+SHAPE = measured_shape("x", 0, Measured(200, 200, 200, 0))
+
+
+class UNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Conv2d(1, 4, 3, stride=2, padding=1), nn.ConvTranspose2d(4, 4, 2, stride=2)
+        self.out = nn.Conv2d(5, 1, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.out(torch.cat((self.up(self.down(inputs).relu()), inputs), 1))
+        return found
+
+
+class Embedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(300, 16)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.table(inputs)
+        return found
+
+
+class OneLinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.only = nn.Linear(8, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.only(inputs)
+        return found
+
+
+class Nothing(nn.Module):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs * 2.0
+
+
+class Pair(nn.Module):
+    """Two inputs by name, a dict out; weights that are not contiguous, others that are complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(8, 32), nn.Linear(32, 8)
+        self.wide.weight = nn.Parameter(torch.randn(8, 32).t())
+        self.turn = nn.Parameter(torch.randn(8, dtype=torch.complex64))
+
+    def forward(self, inputs: torch.Tensor, other: torch.Tensor) -> dict[str, Any]:
+        made = self.narrow(F.gelu(self.wide(inputs))) + other
+        return {"made": made * self.turn, "count": 3, "nothing": None}
+
+
+class Whole(nn.Module):
+    """Takes a batch as a whole, which no forward is called with."""
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return batch["inputs"]
+
+
+class Attention(nn.Module):
+    """Takes sequences of features, which is not what its first layer alone tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        batch, length, width = inputs.shape
+        found: torch.Tensor = self.project(inputs)
+        return found.reshape(batch * length, width)
+
+
+class Samples:
+    def __init__(self, **shapes: list[int]) -> None:
+        self.shapes = shapes
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        noise = np.random.default_rng(index)
+        return {key: noise.normal(size=shape).astype(np.float32) for key, shape in self.shapes.items()}
+
+
+def build(name: str) -> nn.Module:
+    module: nn.Module = globals()[name]()
+    return module
+
+
+def samples(split: str, **shapes: list[int]) -> Samples:
+    return Samples(**shapes)
+
+
+def suggestion(name: str, **shapes: list[int]) -> Suggestion:
+    body: dict[str, Any] = {
+        "model": {"kind": f"{__name__}:build", "args": {"name": name}},
+        "data": {"seq_len": 4} | ({"source": f"{__name__}:samples", "args": shapes} if shapes else {}),
+        "parallel": {"ranks": 1},
+    }
+    job = Job.model_validate(body)
+    plan = make_plan(job, cluster=CPU, shape=SHAPE, vocab_size=SMALL_VOCAB)
+    return suggest(job, plan, sample_batch(job, plan), is_made_up=not shapes)
+
+
+@pytest.mark.parametrize("shapes", [{"inputs": [1, 8, 8]}, {}])
+def test_convolutions_have_no_rules_and_that_is_said(shapes: dict[str, list[int]]) -> None:
+    found = suggestion("UNet", **shapes)
+    assert (found.rules, found.whole) == ({}, {})
+    assert "its parameters are those of Conv2d, ConvTranspose2d" in found.why_none
+    assert found.fed_with == ("" if shapes else "inputs float64 [2, 1, 32, 32]")
+
+
+def test_modules_with_little_in_them() -> None:
+    assert suggestion("Embedding").rules == {"table": ("vocab", "it looks up the tokens")}
+    for shapes in ({"inputs": [8]}, {}):
+        found = suggestion("OneLinear", **shapes)
+        assert (found.rules, found.why_none) == ({}, "")
+        assert list(found.whole) == ["only"]
+    assert suggestion("Nothing", inputs=[8]).why_none == "the module has no parameters"
+    assert suggestion("Attention").fed_with == "inputs float64 [2, 8, 8]"
+
+
+def test_inputs_by_name_and_weights_of_any_kind() -> None:
+    found = suggestion("Pair", inputs=[8], other=[8])
+    assert {pattern: rule for pattern, (rule, _) in found.rules.items()} == {"wide": "column", "narrow": "row"}
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "words"),
+    [
+        ("Pair", {}, ["needs other"]),
+        ("UNet", {"inputs": [3, 8, 8]}, ["cannot be tried with inputs float32 [2, 3, 8, 8]", "RuntimeError"]),
+        ("Whole", {"x": [8]}, ["names nothing of a batch with x"]),
+    ],
+)
+def test_what_cannot_be_tried_is_one_line(name: str, shapes: dict[str, list[int]], words: list[str]) -> None:
+    with pytest.raises(LayoutError) as refused:
+        suggestion(name, **shapes)
+    message = str(refused.value)
+    assert [word for word in words if word not in message] == [], message
+    assert not re.search(r"Traceback|\n", message)
