@@ -1,6 +1,66 @@
-"""A batch is a `Mapping[str, Tensor]`: `inputs` and `targets` [B, T], `positions` [B, T], and what a model names."""
+"""A batch is a `Mapping[str, Tensor]`: `inputs` and `targets` [B, T], `positions` [B, T], and what a model names.
+
+Samples may be nested: dicts, and lists or tuples of them. On its way from a dataset to a model a batch is flat, with
+the names of the levels joined by dots ("image.pixels", "views.0"), so that what shares, sends and splits batches knows
+one kind of them alone. Models and objectives see what the dataset gave.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
 IGNORE_INDEX = -100  # a target that counts for nothing
 BYTE_VOCAB_SIZE = 257  # what text needs: 256 byte values and the end of a document
+LEVELS = "."  # between the names of a nested entry
+
+Value = TypeVar("Value")
+
+
+def flat_entries(batch: Mapping[str, Any], *, of_tensors: bool = False) -> dict[str, Any]:
+    """`batch` with the entries of its levels by their joined names.
+
+    A dict is a level; so is a list or tuple with a dict, or with arrays of several shapes, in it: another list is an
+    array of its numbers. `of_tensors`: entries are tensors, and any list or tuple is a level.
+    """
+    return dict(entry for name, value in batch.items() for entry in _entries(str(name), value, of_tensors))
+
+
+def _entries(name: str, value: Any, of_tensors: bool) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        levels: Iterable[tuple[Any, Any]] = value.items()
+    elif isinstance(value, list | tuple) and (of_tensors or _has_levels(value)):
+        levels = enumerate(value)
+    else:
+        yield name, value
+        return
+    for key, inner in levels:
+        yield from _entries(f"{name}{LEVELS}{key}", inner, of_tensors)
+
+
+def _has_levels(values: Sequence[Any]) -> bool:
+    if any(isinstance(value, Mapping) for value in values):
+        return True
+    if any(isinstance(value, list | tuple) and _has_levels(value) for value in values):
+        return True
+    return len({tuple(value.shape) for value in values if hasattr(value, "shape")}) > 1
+
+
+def entry_of(batch: Mapping[str, Value], key: str) -> Any:
+    """The entry `key` of a flat batch, as it was nested: dicts, and lists where the names are numbers from 0 on.
+
+    Raises KeyError if there is none.
+    """
+    if key in batch:
+        return batch[key]
+    inside = {name[len(key) + 1 :]: value for name, value in batch.items() if name.startswith(f"{key}{LEVELS}")}
+    if not inside:
+        raise KeyError(key)
+    names = list(dict.fromkeys(name.partition(LEVELS)[0] for name in inside))
+    found = {name: entry_of(inside, name) for name in names}
+    return list(found.values()) if names == [str(number) for number in range(len(names))] else found
+
+
+def names_of(batch: Mapping[str, Any]) -> Sequence[str]:
+    """The outermost names of a flat batch."""
+    return list(dict.fromkeys(name.partition(LEVELS)[0] for name in batch))

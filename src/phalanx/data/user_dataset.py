@@ -19,6 +19,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from phalanx.core.batch import flat_entries
 from phalanx.core.digest import stable_hash64
 from phalanx.core.errors import DataError
 from phalanx.core.registry import resolve
@@ -106,8 +107,9 @@ class UserSamples:
 
 def collate(samples: Sequence[Mapping[str, Any]], places: Sequence[int], source: str) -> Arrays:
     """Stack the samples' entries. Whole numbers become int64, others float32, and so do numpy's arrays of float64,
-    which is its default and rarely meant. Tensors keep their type.
+    which is its default and rarely meant. Tensors keep their type. Entries of nested samples have joined names.
     """
+    samples = [flat_entries(sample) for sample in samples]
     keys = list(samples[0])
     for place, sample in zip(places, samples, strict=True):
         if set(sample) != set(keys):

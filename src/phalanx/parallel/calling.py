@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 
+from phalanx.core.batch import entry_of, names_of
 from phalanx.core.errors import DataError, LayoutError
 
 ANY = "**"  # stands for a forward that takes any keyword
@@ -16,9 +18,13 @@ MAX_SHOWN = 12  # entries of a batch in a message
 
 
 class NamedTensors(dict[str, torch.Tensor]):
-    """A batch. A name that it lacks is a mistake in a dataset or an objective, and is told as one."""
+    """A batch. A level of nested samples is nested again. A name that it lacks is a mistake in a dataset or an
+    objective, and is told as one.
+    """
 
-    def __missing__(self, key: str) -> torch.Tensor:
+    def __missing__(self, key: str) -> Any:
+        with suppress(KeyError):
+            return entry_of(self, key)
         raise DataError(
             f"a batch has no {key!r}",
             why=f"it has {describe_batch(self)}",
@@ -33,7 +39,8 @@ def call_with_batch(module: nn.Module, batch: Mapping[str, torch.Tensor]) -> tup
     the batch has them: one that takes any keyword may drop this one, and documents would see each other unnoticed.
     """
     known, first, needed = _forward_names(module)
-    extras = {key: value for key, value in batch.items() if key not in ("inputs", "targets") and _takes(known, key)}
+    levels = names_of(batch)
+    extras = {key: entry_of(batch, key) for key in levels if key not in ("inputs", "targets") and _takes(known, key)}
     if "document_ids" in batch and "document_ids" not in known:
         raise LayoutError(
             f"{type(module).__name__} cannot keep documents apart: its forward names no document_ids",
@@ -42,7 +49,7 @@ def call_with_batch(module: nn.Module, batch: Mapping[str, torch.Tensor]) -> tup
             else None,
             fix="add the argument and mask attention with it, or leave document_ids out of the batch",
         )
-    args = (batch["inputs"],) if "inputs" in batch else ()
+    args = (entry_of(batch, "inputs"),) if "inputs" in levels else ()
     if not args and not extras:
         raise LayoutError(
             f"the forward of {type(module).__name__} names nothing of a batch with {', '.join(sorted(batch))}",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from phalanx.core.batch import flat_entries
 from phalanx.core.errors import LayoutError, PhalanxError
 from phalanx.core.phases import Phases
 from phalanx.mesh.logical import LogicalShard, full_name
@@ -284,6 +285,7 @@ class ParallelModel:
         What dropout drops is a function of `step`, the last one's number plus one if it is not given.
         """
         assert microbatches, "a step needs at least one microbatch"
+        microbatches = [flat_entries(batch, of_tensors=True) for batch in microbatches]
         self.step = self.step + 1 if step is None else step
         self._drawing.begin_step()
         self._piece.trained.require_published()
@@ -362,7 +364,7 @@ class ParallelModel:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         num_targets = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         try:
-            for found in self._each(microbatches, objective):
+            for found in self._each((flat_entries(batch, of_tensors=True) for batch in microbatches), objective):
                 if found is not None:
                     loss_sum += found[0]
                     num_targets += found[1]

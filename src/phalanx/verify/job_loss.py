@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from phalanx.core.batch import entry_of, names_of
 from phalanx.job.schema import Job
 from phalanx.nn.build import build_objective
 from phalanx.nn.objective import CausalOutput
@@ -31,18 +32,19 @@ class JobLoss:
     def outputs(self, module: nn.Module, batch: Batch) -> Any:
         """What the module returns for a batch."""
         extras = taken(inspect.signature(module.forward).parameters, batch)
-        return module(*((batch["inputs"],) if "inputs" in batch else ()), **extras)
+        return module(*((entry_of(batch, "inputs"),) if "inputs" in names_of(batch) else ()), **extras)
 
     def of_outputs(self, outputs: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         can_read = isinstance(outputs, torch.Tensor | CausalOutput)  # else the objective says what it wants
         if self._is_textbook and can_read:
             return plain_cross_entropy(outputs, batch)
-        return self._objective(outputs if getattr(self._objective, READS_PARTS, False) else together(outputs), batch)
+        nested = {key: entry_of(batch, key) for key in names_of(batch)} | dict(batch)
+        return self._objective(outputs if getattr(self._objective, READS_PARTS, False) else together(outputs), nested)
 
     def __call__(self, module: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         return self.of_outputs(self.outputs(module, batch), batch)
 
 
-def taken(names: Mapping[str, Any], batch: Batch) -> dict[str, torch.Tensor]:
+def taken(names: Mapping[str, Any], batch: Batch) -> dict[str, Any]:
     """The entries of a batch, besides inputs and targets, that a forward has arguments for."""
-    return {key: t for key, t in batch.items() if key not in ("inputs", "targets") and key in names}
+    return {key: entry_of(batch, key) for key in names_of(batch) if key not in ("inputs", "targets") and key in names}
