@@ -167,8 +167,11 @@ class Trainer:
         with self.phases("data"):
             microbatches = self.data.step_microbatches(step)
         if self._on_first_batch is not None:
-            self._on_first_batch(microbatches)
+            began = time.perf_counter()
+            with self.phases.apart():  # it is no part of what a step costs
+                self._on_first_batch(microbatches)
             self._on_first_batch = None
+            self._recorded_s += time.perf_counter() - began
         model, optimizer = self.state.model, self.state.optimizer
         sums = model.forward_backward(microbatches, self.objective, step=step)
         facts = model.finish_step(sums, max_norm=self.job.optim.clip_norm, votes=self._votes())
