@@ -180,9 +180,11 @@ def tokenizer_remarks(
             continue
         if brought.facts is None or brought.name is None:
             text = _without_one(brought, one)
-            if brought.is_trained and one.is_text and one.is_default:
+            if not one.is_text or not one.is_default or one.facts.kind != BYTES:
+                continue  # of a run that goes on: it was begun when there was one
+            if brought.is_trained:
                 warnings.append(EarlyWarning("tokenizer_unknown", text))
-            elif one.is_text and one.is_default:
+            else:
                 reasons.append(text)
         elif one.facts != brought.facts:
             warnings.append(EarlyWarning("other_tokenizer", _another(brought, one, vocab_size)))
