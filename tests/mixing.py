@@ -82,6 +82,13 @@ def encoder(**args: Any) -> nn.Module:
     return Encoder(**args)
 
 
+def synchronised(**args: Any) -> nn.Module:
+    """Waits for the other ranks once, as factories do that download."""
+    if dist.is_initialized():
+        dist.barrier()
+    return Encoder(**args)
+
+
 def remembers(**args: Any) -> nn.Module:
     return Remembers(**args)
 

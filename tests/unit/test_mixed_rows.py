@@ -88,6 +88,7 @@ def test_a_collective_in_the_loss_is_seen_before_it_is_called() -> None:
     call = facts_of("gathering").collective
     assert call.startswith("all_gather (mixing.py:")
     assert facts_of("contrastive") == RowFacts(mixes="objective")
+    assert facts_of("contrastive", kind="mixing:synchronised") == RowFacts(), "a factory's own is no part of the loss"
 
 
 @pytest.mark.parametrize(

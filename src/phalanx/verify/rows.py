@@ -43,6 +43,7 @@ def check_rows(job: Job, plan: Plan, batch: Batch) -> RowFacts:
     num_rows = len(next(iter(batch.values())))
     if num_rows < 2 or not has_own_code(job) or plan.num_params * num_rows * plan.seq_len > MAX_WORK:
         return RowFacts()
+    is_built = False
     try:
         with _random_states_kept(), torch.no_grad(), RefusingCollectives():
             loss = JobLoss(job, plan)
@@ -50,9 +51,10 @@ def check_rows(job: Job, plan: Plan, batch: Batch) -> RowFacts:
             for part in module.modules():
                 if isinstance(part, _BatchNorm):  # whose statistics over the microbatch the plan speaks of
                     part.eval()
+            is_built = True  # a factory may wait for other ranks, but not here, where it is called on one
             return RowFacts(mixes=_find(module, loss, batch, job.run.seed))
     except CollectiveCalledError as error:
-        return RowFacts(collective=error.call)
+        return RowFacts(collective=error.call) if is_built else RowFacts()
     except Exception:
         return RowFacts()
 
