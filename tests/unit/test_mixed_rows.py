@@ -23,11 +23,13 @@ from phalanx.verify.rows_probe import sample_batch
 SHAPE = measured_shape("mixing", 0, Measured(200, 200, 200, 0))  # for the plan's memory alone
 
 
-def job_of(objective: str | None, kind: str = "mixing:encoder", ranks: int = 2, **args: Any) -> Job:
+def job_of(
+    objective: str | None, kind: str = "mixing:encoder", ranks: int = 2, micro: int | None = None, **args: Any
+) -> Job:
     body = {
         "model": {"kind": kind, "args": args, "objective": objective and f"mixing:{objective}"},
         "data": {"source": "mixing:views", "seq_len": 1},
-        "train": {"global_batch_size": 8},
+        "train": {"global_batch_size": 8, "micro_batch_size": micro},
         "parallel": {"ranks": ranks},
     }
     return Job.model_validate(body)
@@ -109,8 +111,7 @@ def test_a_collective_in_the_loss_is_seen_before_it_is_called() -> None:
 def test_the_warning_says_which_numbers_change_the_loss(
     facts: RowFacts, ranks: int, micro: int | None, words: list[str]
 ) -> None:
-    job = job_of("contrastive", ranks=ranks)
-    job = Job.model_validate(job.to_json() | {"train": {"global_batch_size": 8, "micro_batch_size": micro}})
+    job = job_of("contrastive", ranks=ranks, micro=micro)
     said = row_warnings(facts, job, plan_of(job))
     assert len(said) == bool(words), said
     assert [word for word in words if word not in said[0].text] == []
