@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from phalanx.mesh.malloc import return_large_blocks
-from phalanx.train.memory import PAGE_BYTES
 
 MIB = 2**20
 
@@ -20,7 +19,7 @@ MIB = 2**20
 def private_bytes() -> int:
     with open("/proc/self/statm") as file:
         _, resident, shared, *_ = file.read().split()
-    return (int(resident) - int(shared)) * PAGE_BYTES
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
 
 
 def held_after_free(rank: int, asks: bool, environment: dict[str, str]) -> float:
