@@ -413,8 +413,9 @@ def test_a_directory_that_cannot_be_looked_at_is_not_an_empty_one(tmp_path: Path
             open_store(tmp_path, f"file://{tmp_path}/{name}").folders()
     (tmp_path / "run" / "step-1").mkdir(parents=True)
     (tmp_path / "run" / "step-1" / MANIFEST).symlink_to(MANIFEST)
-    with pytest.raises(CheckpointError, match=r"step-1/manifest\.json: checkpoints cannot be looked for"):
-        open_store(tmp_path, f"file://{tmp_path}/run").folders()
+    [damaged] = open_store(tmp_path, f"file://{tmp_path}/run").folders()
+    with pytest.raises(CheckpointError, match=r"step-1"):
+        read_manifest(damaged)
 
 
 # Object stores alone

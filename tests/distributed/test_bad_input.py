@@ -128,7 +128,10 @@ def test_token_id_beyond_the_vocabulary(home: Home) -> None:
 def test_bytes_beyond_the_vocabulary(home: Home) -> None:
     done = home.refuse("train", *TEXT, "model.vocab_size=100")
     assert done.code == 4
-    assert "data.source text: token 256 does not fit a vocabulary of 100 (it is the end of a document)" in done.problem
+    assert "data.source text: the tokenizer bytes has 256 tokens, and the model 100 rows" in done.problem
+    done = home.refuse("train", *TEXT, "model.vocab_size=256")
+    assert done.code == 4
+    assert "data.source text: token 256 does not fit a vocabulary of 256 (it is the end of a document)" in done.problem
 
 
 # Jobs

@@ -234,3 +234,18 @@ def test_how_a_single_document_is_held_out_is_said_before_the_start(
         announce(run)
     said = capsys.readouterr().out
     assert re.search(r"in 1 documents, [0-9,]+ held out by position \(there is one document", said)
+
+
+def test_a_run_without_a_directory_gets_a_fresh_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the name of this second is taken: by another run, or before the clock was set back."""
+    from phalanx.cli import _run
+    from phalanx.job.schema import Job
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(_run.time, "strftime", lambda form: "20260101-000000")
+    names = []
+    for _ in range(3):
+        names.append(_run._fresh_name(Job()))
+        Path(names[-1]).mkdir(parents=True)
+    first = "runs/train-20260101-000000"
+    assert names == [first, f"{first}-2", f"{first}-3"]

@@ -253,6 +253,8 @@ OURS = {
     "verify/trace.py": "reads what our own ranks wrote, in a folder made for it",
     "verify/trace_facts.py": "reads what our own ranks wrote, in a folder made for it",
     "data/shards.py": "writes a new file",
+    "cli/_generate.py": "reads what its own rank writes, in a temporary folder",
+    "cli/_subject_rank.py": "writes what the command reads, in a temporary folder",
     "mesh/cpu_kind.py": "reads /proc",
     "core/process_memory.py": "reads /proc",
     "launch/absence.py": "reads /proc",

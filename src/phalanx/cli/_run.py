@@ -153,7 +153,7 @@ def _require_steps_left(run_dir: Path, job: Job) -> None:
 def _fresh_name(job: Job) -> str:
     """A name of this second; a clock that was set back names a run that is there, and gets a number."""
     name = f"runs/{job.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    names = (name, *(f"{name}-{number}" for number in itertools.count(2)))
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     return next(fresh for fresh in names if not Path(fresh).exists())
 
 

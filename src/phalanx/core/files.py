@@ -106,7 +106,9 @@ def read_regular(path: Path | str, most_bytes: int = JSON_BYTES) -> bytes:
     with open_regular(path) as file:
         num_bytes = os.fstat(file.fileno()).st_size
         if num_bytes <= most_bytes:
-            content = file.read(most_bytes + 1)  # it may grow meanwhile
+            content = file.read(num_bytes + 1)  # a buffer of that size: never one of `most_bytes`
+            if len(content) > num_bytes:  # it has grown meanwhile
+                content += file.read(max(0, most_bytes + 1 - len(content)))
             if len(content) <= most_bytes:
                 return content
     raise OSError(errno.EINVAL, f"a file of its kind has at most {most_bytes:,} bytes", str(path))
