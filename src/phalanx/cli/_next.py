@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,9 +14,19 @@ from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 
 
+def this_command() -> str:
+    """What calls this program in a shell here: `phalanx` where that is on the PATH, else the path that was typed."""
+    typed = sys.argv[0]
+    is_a_path = os.path.basename(typed) == "phalanx" and os.sep in typed
+    on_path = shutil.which("phalanx")
+    if not is_a_path or (on_path is not None and os.path.realpath(on_path) == os.path.realpath(typed)):
+        return "phalanx"
+    return shlex.quote(typed)
+
+
 def next_line(*words: str) -> str:
     """`next    phalanx train 'my job.toml'`: the words as a shell takes them."""
-    return f"next    phalanx {shlex.join(words)}"
+    return f"next    {this_command()} {shlex.join(words)}"
 
 
 def after_training(job: Job, plan: Plan, corpus: Corpus, run_dir: Path) -> str:

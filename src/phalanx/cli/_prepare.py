@@ -19,7 +19,7 @@ from phalanx.cli._baselines import score
 from phalanx.cli._facts import data_facts
 from phalanx.cli._initial import INIT, find_initial, told_shape
 from phalanx.cli._needs import check_needs
-from phalanx.cli._next import after_training
+from phalanx.cli._next import after_training, this_command
 from phalanx.cli._output import say
 from phalanx.cli._resume import Resumed
 from phalanx.cli._summary import summary_lines
@@ -293,9 +293,9 @@ def conclude(run: Prepared, outcome: Outcome) -> int:
     saved, place = _saved(run), shlex.quote(str(run.run_dir))
     if outcome.exit_code == ExitCode.CHECKPOINT:
         if saved and not run.job.checkpoint.fallback:
-            say(f"resume  phalanx train --resume {place} --fallback   (the newest checkpoint that verifies)")
+            say(f"resume  {this_command()} train --resume {place} --fallback   (the newest checkpoint that verifies)")
     elif outcome.status != "finished" and saved:
-        say(f"resume  phalanx train --resume {place}   (newest checkpoint: {saved[-1].name})")
+        say(f"resume  {this_command()} train --resume {place}   (newest checkpoint: {saved[-1].name})")
     follows = outcome.status == "finished" and saved
     say(page, *([after_training(run.job, run.plan, run.corpus, run.run_dir)] if follows else []))
     say(f"run     {run.run_dir}")

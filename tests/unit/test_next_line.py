@@ -1,0 +1,26 @@
+"""Commands that phalanx prints can be pasted as they are: also where `phalanx` is not on the PATH."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli._next import next_line
+
+
+def test_the_command_is_the_one_that_was_typed_unless_the_path_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "my env" / "phalanx"
+    script.parent.mkdir()
+    script.touch(mode=0o755)
+    monkeypatch.setenv("PATH", "/usr/bin")
+    monkeypatch.setattr(sys, "argv", [str(script), "train"])
+    assert next_line("train", "my job.toml") == f"next    '{script}' train 'my job.toml'"
+    monkeypatch.setenv("PATH", f"/usr/bin:{script.parent}")
+    assert next_line("report", "run") == "next    phalanx report run"
+    monkeypatch.setenv("PATH", "/usr/bin")
+    monkeypatch.setattr(sys, "argv", ["/venv/lib/phalanx/__main__.py", "train"])
+    assert next_line("report", "run") == "next    phalanx report run", "python -m phalanx"
