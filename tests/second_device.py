@@ -69,6 +69,13 @@ def _where() -> str:
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "outside"
 
 
+def _is_in_collective() -> bool:
+    """gloo copies what it received when it is waited for; NCCL receives it where it belongs."""
+    names = (frame.filename for frame in reversed(traceback.extract_stack()))
+    skipped = (__file__, "_dynamo/eval_frame.py", "torch/_compile.py")
+    return next(name for name in names if not name.endswith(skipped)).endswith("distributed_c10d.py")
+
+
 class Places:
     """Where the memory of each tensor is said to lie."""
 
@@ -90,7 +97,7 @@ PLACES = Places()  # tensors outlive a block of `second_device`, as weights do
 
 
 def is_plain(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    return isinstance(value, torch.Tensor) and type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 def place_of(tensor: torch.Tensor) -> str:
@@ -183,7 +190,8 @@ class _Dispatch(TorchDispatchMode):
             kwargs = {**kwargs, "device": torch.device("cpu")} if asked is not None else kwargs
         if before == DEVICE and after in (HOST, PINNED) and not (waits_not and after == PINNED):
             self._waits.add("a copy to the host")
-        if before in (HOST, PINNED) and after == DEVICE and not (waits_not and before == PINNED):
+        is_upward = before in (HOST, PINNED) and after == DEVICE
+        if is_upward and not (waits_not and before == PINNED) and not _is_in_collective():
             self._waits.add("a copy from pageable memory" if before == HOST else "a copy that is waited for")
         if kwargs.get("pin_memory"):
             kwargs, after = {**kwargs, "pin_memory": False}, PINNED
