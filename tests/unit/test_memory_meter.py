@@ -135,3 +135,22 @@ def test_another_process_is_read_as_itself_is() -> None:
     assert mine is not None
     assert same is not None
     assert abs(mine.own_bytes - same.own_bytes) < 4 * MIB
+
+
+def after_a_reset(rank: int) -> tuple[int, int]:
+    meter = MemoryMeter()
+    meter.start(CPU)
+    meter._counts_all = False  # as where getrusage begins with this process
+    meter.listen(1, "forward")
+    touch(96)
+    meter.listen(1, "backward")
+    before = meter._known_maxrss
+    meter._file_bytes += 64 * MIB  # as if pages of files had gone: the mark is set back
+    meter.listen(1, "optimizer")
+    meter._look()
+    return before, meter._known_maxrss
+
+
+def test_a_mark_that_was_set_back_counts_from_there() -> None:
+    ((before, after),) = run_ranks(1, after_a_reset)
+    assert after < before, "getrusage's peak fell with the kernel's mark: the next one is seen against what it is now"

@@ -221,3 +221,14 @@ def test_the_black_box_tells_where_an_exception_was_raised_and_what_lies_behind(
     with contextlib.suppress(ValueError), phases("backward"), phases("collective", "all_reduce gradients"):
         raise ValueError
     assert told() == ("collective", "all_reduce gradients"), "where it was raised"
+
+
+def test_a_save_beside_training_does_not_tell_listeners_of_training() -> None:
+    training: list[tuple[int, str]] = []
+    anywhere: list[tuple[int, str]] = []
+    phases = Phases(None, (lambda *at: anywhere.append(at),), of_training=(lambda *at: training.append(at),))
+    phases.step = 7
+    with phases("forward"), phases.beside(5)("save"):
+        pass
+    assert training == [(7, "forward")]
+    assert anywhere == [(7, "forward"), (5, "save")]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import quote
@@ -12,6 +14,8 @@ import pytest
 
 from phalanx.core.logs import blank_out
 from phalanx.core.secrets import Redactor, carried_secret
+from phalanx.core.spellings import spellings_of
+from phalanx.launch.paths import blank_out_logs
 
 RANDOM = "sk-Ab3dEf9hIjKl+MnOpQr5tUvWxYz/012345"
 PHRASE = "correct horse: battery"
@@ -92,3 +96,46 @@ def test_short_secrets_and_words_are_not_looked_for_in_pieces() -> None:
 def test_a_job_that_carries_an_encoded_secret_is_refused() -> None:
     assert "AN_API_KEY" in str(carried_secret("note", b64(RANDOM), ENVIRON))
     assert carried_secret("note", "correct horse", ENVIRON) is None
+
+
+def test_only_what_is_new_in_a_log_is_looked_at_again_and_other_attempts_not_at_all(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    mine, earlier = logs / "rank-0000-attempt-01.log", logs / "rank-0000-attempt-00.log"
+    for log in (mine, earlier):
+        log.write_text("nothing\n" * 20_000)
+    blank_out_logs(tmp_path, ENVIRON)
+    known = f"{RANDOM}\n" + "nothing\n" * 20_000
+    earlier.write_text(known[: earlier.stat().st_size])  # the same length: as if it had not changed
+    with mine.open("a") as file:
+        file.write(f"new: {RANDOM} {b64(PHRASE)}\n")
+    blank_out_logs(tmp_path, ENVIRON)
+    assert RANDOM in earlier.read_text()
+    assert RANDOM not in mine.read_text()
+    assert b64(PHRASE)[:10] not in mine.read_text()
+
+
+def test_of_a_run_that_another_job_has_only_the_own_attempt_is_touched(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    own, theirs, server = (
+        logs / name for name in ("rank-0000-attempt-03.log", "rank-0000-attempt-04.log", "server.log")
+    )
+    for log in (own, theirs, server):
+        log.write_text(f"{RANDOM}\n")
+    blank_out_logs(tmp_path, ENVIRON, only_attempt=3)
+    assert RANDOM not in own.read_text()
+    assert theirs.read_text() == server.read_text() == f"{RANDOM}\n"
+    assert sorted(os.listdir(logs)) == sorted(log.name for log in (own, theirs, server))
+
+
+@pytest.mark.parametrize("how", WRITTEN)
+def test_the_quick_look_passes_over_nothing_that_the_slow_one_finds(how: str) -> None:
+    spellings = spellings_of(((RANDOM, PHRASE),))
+    for shift, secret in itertools.product(range(9), (RANDOM, PHRASE)):
+        text = f"{'.' * (500 + shift)}\nfound {WRITTEN[how](secret)} and {RANDOM[3:17]}\n{'.' * 500}"
+        found = spellings.spans(text)
+        places = spellings.places(text.encode())
+        assert places[0][0] > 0
+        assert all(any(begin <= start and end <= last for begin, last in places) for start, end in found)
+    assert spellings.places(b"step 12 of 100: an ordinary line of a log\n" * 1000) == []

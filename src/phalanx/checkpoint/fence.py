@@ -16,6 +16,8 @@ from phalanx.checkpoint.locks import LOCK_NAME, Holder, holder_at
 from phalanx.core.errors import CheckpointError, RunTakenError
 
 LOOK_EVERY_S = 1.0
+# Where there is one, the clock that goes on while the whole machine is suspended: the process must look then, too.
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 class Fence:
@@ -24,7 +26,7 @@ class Fence:
     def __init__(self, run_dir: Path, holder: Holder | None, epoch: Epoch | None = None) -> None:
         self.epoch = epoch
         self._run_dir, self._holder = run_dir, holder
-        self._looked_s = time.monotonic()
+        self._looked_s = time.clock_gettime(_CLOCK)
         self._taker: str | None = None
 
     @classmethod
@@ -35,7 +37,7 @@ class Fence:
 
     def is_lost(self, *, now: bool = False) -> bool:
         """True once another job has taken the run, and for ever after. Looks at once if `now`."""
-        at_s = time.monotonic()
+        at_s = time.clock_gettime(_CLOCK)
         if self._taker is None and (now or at_s - self._looked_s >= LOOK_EVERY_S):
             self._looked_s = at_s
             self._taker = self._look()

@@ -100,8 +100,8 @@ def run_rank(run: RankRun, *, sinks: Sequence[tuple[str, OpenSink]] = (), store:
     stop.listen()
     inject = job.resilience.inject
     meter = MemoryMeter()
-    listeners = [meter.listen] + ([fault_listener(inject, rank=rank, run_dir=run.run_dir)] if inject else [])
-    phases = Phases(BlackBox(black_box(run.run_dir, rank)), tuple(listeners))
+    faults = (fault_listener(inject, rank=rank, run_dir=run.run_dir),) if inject else ()
+    phases = Phases(BlackBox(black_box(run.run_dir, rank)), faults, of_training=(meter.listen,))
     if rank == 0:
         sinks = [*sinks, *sink_openers(job, run.run_dir)]
     fence = Fence.of_rank(run.run_dir, run.epoch, run.holder)

@@ -73,24 +73,28 @@ class RedactedStream(io.TextIOWrapper):
             self._num_lost += 1
 
 
-def blank_out(path: Path, secrets: Iterable[str]) -> int:
+def blank_out(path: Path, secrets: Iterable[str], *, begin: int = 0) -> int:
     """Overwrite each of `secrets`, and what URLs carry, in the file with stars, in place; the number of places.
 
-    Raises OSError.
+    `begin`: how much of the file this was done for before. Raises OSError.
     """
-    if path.stat().st_size == 0:
+    size = path.stat().st_size
+    if size == 0 or size == begin:
         return 0
     with append_regular(path) as file, mmap.mmap(file.fileno(), 0) as content:
         known = tuple(secrets)
-        num_places = sum(_blank_out_all(content, secret.encode()) for secret in known)
+        begin = max(begin - _OVERLAP_BYTES, 0) if begin <= len(content) else 0  # a secret may be half there
+        num_places = sum(_blank_out_all(content, secret.encode(), begin) for secret in known)
         in_letters = tuple(secret.encode("utf-8", "replace").decode("latin-1") for secret in known)  # one for each byte
         return (
-            num_places + _blank_out_spelled(content, spellings_of((known, in_letters))) + _blank_out_by_place(content)
+            num_places
+            + _blank_out_spelled(content, spellings_of((known, in_letters)), begin)
+            + _blank_out_by_place(content, content.rfind(b"\n", 0, begin) + 1)
         )
 
 
-def _blank_out_all(content: mmap.mmap, secret: bytes) -> int:
-    num_places, at = 0, content.find(secret)
+def _blank_out_all(content: mmap.mmap, secret: bytes, begin: int) -> int:
+    num_places, at = 0, content.find(secret, begin)
     while at >= 0:
         content[at : at + len(secret)] = b"*" * len(secret)
         num_places += 1
@@ -98,23 +102,23 @@ def _blank_out_all(content: mmap.mmap, secret: bytes) -> int:
     return num_places
 
 
-def _blank_out_spelled(content: mmap.mmap, known: Spellings) -> int:
+def _blank_out_spelled(content: mmap.mmap, known: Spellings, first: int) -> int:
     """Encoded, broken by line ends, or a piece: a window after the other, which overlap by more than a secret has."""
     num_places = 0
-    for begin in range(0, len(content), _WINDOW_BYTES):
-        window = content[begin : begin + _WINDOW_BYTES + _OVERLAP_BYTES].decode("latin-1")  # a byte is a letter
-        for start, end in known.spans(window):
-            hidden = bytearray(b"*" * (end - start))
-            for at in range(start, end):
-                if window[at] == "\n":  # lines stay lines
-                    hidden[at - start] = 10
-            content[begin + start : begin + end] = bytes(hidden)
-            num_places += 1
+    for begin in range(first, len(content), _WINDOW_BYTES):
+        window = content[begin : begin + _WINDOW_BYTES + _OVERLAP_BYTES]
+        for place, place_end in known.places(window):
+            text = window[place:place_end].decode("latin-1")  # a byte is a letter
+            for start, end in known.spans(text):
+                stars = "".join("\n" if letter == "\n" else "*" for letter in text[start:end])  # lines stay lines
+                content[begin + place + start : begin + place + end] = stars.encode()
+                num_places += 1
     return num_places
 
 
-def _blank_out_by_place(content: mmap.mmap) -> int:
-    num_places, begin = 0, 0
+def _blank_out_by_place(content: mmap.mmap, begin: int) -> int:
+    num_places = 0
+    content.seek(begin)
     for line in iter(content.readline, b""):
         for start, end in spans_by_place(line.decode("latin-1")):  # a byte is a letter
             content[begin + start : begin + end] = b"*" * (end - start)

@@ -140,25 +140,33 @@ def _text(raw: bytes) -> str:
 
 
 class Phases:
-    """Times the phases of one rank and tells listeners where it is. `take()` returns and clears the seconds."""
+    """Times the phases of one rank and tells listeners where it is. `take()` returns and clears the seconds.
+
+    Listeners `of_training` are told of the thread that trains alone.
+    """
 
     def __init__(
-        self, black_box: BlackBox | None = None, listeners: tuple[Listener, ...] = (), clock: Clock | None = None
+        self,
+        black_box: BlackBox | None = None,
+        listeners: tuple[Listener, ...] = (),
+        clock: Clock | None = None,
+        *,
+        of_training: tuple[Listener, ...] = (),
     ) -> None:
         self.step = 0
         self.clock: Clock = clock or HostClock()
         self._black_box = black_box
-        self._listeners = listeners
+        self._listeners, self._of_training = (*of_training, *listeners), of_training
         self._seconds: dict[str, float] = {}
         self._stack: list[tuple[str, str]] = []
         self._since: Any = 0.0
         self._queued: deque[tuple[str, Any, Any]] = deque()  # phases whose end may still lie ahead
 
     def beside(self, step: int) -> Phases:
-        """For another thread of this rank, at work on `step`: the same listeners, seconds of its own by the host's
-        clock. The black box goes on telling where training is.
+        """For another thread of this rank, at work on `step`: seconds of its own by the host's clock, and the listeners
+        but those `of_training`. The black box goes on telling where training is.
         """
-        found = Phases(None, self._listeners)
+        found = Phases(None, tuple(each for each in self._listeners if each not in self._of_training))
         found.step = step
         return found
 

@@ -13,10 +13,14 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
 from urllib.parse import quote, quote_plus, unquote
 
 from phalanx.core.url_secrets import looks_random
+
+if TYPE_CHECKING:
+    import numpy as np
 
 HIDDEN = "***"
 MIN_LENGTH = 8  # "1", "true" or "disabled" in place of a key must not blank out ordinary words
@@ -24,6 +28,10 @@ PIECE_CHARS = 12  # of a secret of 16 or more
 _ENCODED_CHARS = 10  # of base64, where a secret is only a part of what was encoded
 _WORD = re.compile(rf"[A-Za-z0-9_\-.+/=]{{{PIECE_CHARS},}}")
 _BREAK = r"(?:[ \t]*\\?\r?\n[ \t>|]*)?"
+_IN_BREAKS = b" \t\\\r\n>|"
+_GRAM_BYTES = 4  # half of the shortest spelling: each has one that begins at a multiple of it, wherever it lies
+_HASH_FACTOR, _HASH_SHIFT = 2654435761, 12
+_ABOUT_A_BREAK = 96
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,51 @@ class Spellings:
     whole: re.Pattern[str] | None
     broken: re.Pattern[str] | None
     pieces: frozenset[str]
+    texts: tuple[bytes, ...] = ()
+    """What `whole` looks for, as far as bytes that are read as latin-1 can hold it."""
+
+    def places(self, data: bytes) -> list[tuple[int, int]]:
+        """Stretches of `data` outside of which `spans` finds nothing: a look that is a hundred times quicker."""
+        import numpy as np
+
+        if not self.texts or len(data) < _GRAM_BYTES:
+            return []
+        reach = max(map(len, self.texts))
+        grams = np.frombuffer(data, "<u4", len(data) // _GRAM_BYTES)
+        hashes = _hashes(grams)
+        short, long = (known[hashes] for known in self._known_grams)
+        short[:-1] |= long[:-1] & long[1:]  # a long one has two beside each other
+        near = [(at - reach, at + reach) for at in (np.flatnonzero(short) * _GRAM_BYTES).tolist()]
+        near += [(at - _ABOUT_A_BREAK - reach, at + _ABOUT_A_BREAK + reach) for at in self._breaks(data)]
+        merged: list[tuple[int, int]] = []
+        for begin, end in sorted(near):
+            if merged and begin <= merged[-1][1]:
+                merged[-1] = merged[-1][0], max(merged[-1][1], end)
+            else:
+                merged.append((max(begin, 0), end))
+        return merged
+
+    @cached_property
+    def _known_grams(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of short spellings and of long ones: for each hash, whether one of them has a gram like that."""
+        return (
+            _known(_grams(text for text in self.texts if len(text) < 3 * _GRAM_BYTES - 1)),
+            _known(_grams(text for text in self.texts if len(text) >= 3 * _GRAM_BYTES - 1)),
+        )
+
+    @cached_property
+    def _known_joints(self) -> frozenset[bytes]:
+        return frozenset(_grams(text.translate(None, _IN_BREAKS) for text in self.texts))
+
+    def _breaks(self, data: bytes) -> Iterator[int]:
+        """Ends of lines across which a spelling may go on."""
+        known, at = self._known_joints, data.find(b"\n")
+        while at >= 0:
+            left = data[max(at - _ABOUT_A_BREAK, 0) : at].translate(None, _IN_BREAKS)[-3:]
+            right = data[at : at + _ABOUT_A_BREAK].translate(None, _IN_BREAKS)[:3]
+            if left[-2:] + right[:2] in known or left[-1:] + right in known or left + right[:1] in known:
+                yield at
+            at = data.find(b"\n", at + 1)
 
     def hide(self, text: str) -> str:
         """`text` with HIDDEN in place of every secret that is found in it."""
@@ -88,7 +141,26 @@ def spellings_of(groups: tuple[tuple[str, ...], ...]) -> Spellings:
         re.compile("|".join(map(re.escape, ordered))) if ordered else None,
         re.compile("|".join(_BREAK.join(map(re.escape, text)) for text in ordered)) if ordered else None,
         frozenset(piece for text in random for piece in _pieces(text)),
+        tuple(text.encode("latin-1") for text in ordered if all(ord(letter) < 256 for letter in text)),
     )
+
+
+def _grams(texts: Iterable[bytes]) -> set[bytes]:
+    return {text[at : at + _GRAM_BYTES] for text in texts for at in range(len(text) - _GRAM_BYTES + 1)}
+
+
+def _known(grams: set[bytes]) -> np.ndarray:
+    import numpy as np
+
+    known = np.zeros(1 << (32 - _HASH_SHIFT), dtype=bool)
+    known[_hashes(np.frombuffer(b"".join(sorted(grams)), "<u4"))] = True
+    return known
+
+
+def _hashes(grams: np.ndarray) -> np.ndarray:
+    import numpy as np
+
+    return (grams * np.uint32(_HASH_FACTOR)) >> np.uint32(_HASH_SHIFT)
 
 
 def _pieces(secret: str) -> Iterator[str]:

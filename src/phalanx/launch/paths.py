@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from phalanx.core.files import read_json, write_json_atomic
 from phalanx.core.logs import blank_out
 from phalanx.core.secrets import secret_values
 
+BLANKED_OUT = ".blanked-out.json"  # in logs
 _ATTEMPT = re.compile(r"rank-\d+-attempt-(\d+)\.")
 
 
@@ -40,11 +43,31 @@ def clear_black_boxes(run_dir: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def blank_out_logs(run_dir: Path, environ: Mapping[str, str]) -> None:
-    """Overwrite secrets of `environ` in the logs of processes that have ended: C code and child processes print too."""
-    secrets = {secret for group in secret_values(environ).values() for secret in group}
-    for path in (run_dir / "logs").glob("*.log"):
+def blank_out_logs(run_dir: Path, environ: Mapping[str, str], *, only_attempt: int | None = None) -> None:
+    """Overwrite secrets of `environ` in the logs of processes that have ended: C code and child processes print too.
+
+    What was looked at before, by this process or an earlier one, is not again: a restart waits for this.
+    `only_attempt`: only in the logs of its ranks, and nothing else is touched: the other files are another job's.
+    """
+    secrets = sorted({secret for group in secret_values(environ).values() for secret in group})
+    done = _read_done(run_dir)
+    pattern = "*.log" if only_attempt is None else f"rank-*-attempt-{only_attempt:02d}.log"
+    for path in (run_dir / "logs").glob(pattern):
         try:
-            blank_out(path, secrets)
+            size = path.stat().st_size
+            blank_out(path, secrets, begin=done.get(path.name, 0))
+            done[path.name] = size
         except OSError:  # a log that is gone or cannot be written holds nothing that could be mended here
             pass
+    if only_attempt is None:
+        with contextlib.suppress(OSError):  # it only saves time
+            write_json_atomic(run_dir / "logs" / BLANKED_OUT, done, durable=False)
+
+
+def _read_done(run_dir: Path) -> dict[str, int]:
+    """How many bytes of each log were looked at for secrets."""
+    try:
+        found = read_json(run_dir / "logs" / BLANKED_OUT)
+        return {str(name): int(size) for name, size in found.items() if int(size) >= 0}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}

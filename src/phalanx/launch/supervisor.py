@@ -103,7 +103,9 @@ class _Supervisor:
         while True:
             self._num_attempts += 1
             end = self._run_attempt(number)
-            blank_out_logs(self._spec.run_dir, os.environ)
+            # Of a run that another job has taken, only what these ranks wrote is this job's.
+            is_taken = any(report.exit_code == ExitCode.RUN_LOCKED for report in end.reports.values())
+            blank_out_logs(self._spec.run_dir, os.environ, only_attempt=number if is_taken else None)
             failure = find_failure(end, self._spec.run_dir)
             if self._stop.signal is not None:
                 return self._stopped(end, failure)

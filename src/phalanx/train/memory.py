@@ -105,6 +105,7 @@ class MemoryMeter:
         # Once pages of files went, the mark no longer says how many of those at the peak were the process's own.
         if self._keeps_peak and now.file_bytes < self._file_bytes - SLACK_BYTES:
             self._process.reset_peak()
+            self._known_maxrss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # which may have fallen with it
         self._file_bytes = now.file_bytes
         return now
 
