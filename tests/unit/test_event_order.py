@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from phalanx.core.clocks import clock_name
 from phalanx.observe import events
-from phalanx.observe.bus import event_path
-from phalanx.observe.events import Envelope, Event, StepFinished
+from phalanx.observe.bus import Bus, event_path
+from phalanx.observe.events import Envelope, Event, SteadyClock, StepFinished
 from phalanx.observe.order import in_order
 from phalanx.observe.tail import EventTail
 from phalanx.report.reduce import reduce_run
@@ -91,9 +94,127 @@ def test_ranks_of_two_machines_whose_clocks_have_nothing_in_common() -> None:
 
 def test_a_line_without_a_sound_clock_is_no_event(tmp_path: Path) -> None:
     line = json.loads(Envelope(events.Note("n"), 0, 0, 1.0, 3, 2.0).to_line())
-    for key, value in (("seq", "3"), ("seq", -7), ("seq", 10**30), ("monotonic_s", None), ("monotonic_s", "now")):
-        path = event_path(tmp_path / f"{key}-{value}", 0, 0)
+    wrong = [("seq", value) for value in ("3", -7, 10**30)]
+    wrong += [("monotonic_s", value) for value in (None, "now", 10**400, math.inf)]
+    for number, (key, value) in enumerate(wrong):
+        path = event_path(tmp_path / str(number), 0, 0)
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps(line | {key: value}) + "\n")
-        tail = EventTail(tmp_path / f"{key}-{value}")
+        tail = EventTail(tmp_path / str(number))
         assert (tail.poll(), tail.num_unreadable) == ([], 1), (key, value)
+
+
+HERE, THERE = "a" * 16, "b" * 16
+
+
+class TwoHours:
+    """Writes the files of a run of two hours: a step every ten minutes, on two ranks.
+
+    `uptimes_s` by rank: what the rank's clock shows when it starts. A run without clocks that have names is an old one.
+    """
+
+    def __init__(self, run_dir: Path, uptimes_s: dict[int, float], names: dict[int, str]) -> None:
+        self.dir, self._uptimes_s, self._names = run_dir, uptimes_s, names
+        self._num_told: dict[int, int] = {}
+
+    def say(self, after_s: float, event: Event, rank: int) -> None:
+        at_rank = max(rank, 0)
+        began_s, seq = self._uptimes_s[at_rank], self._num_told.get(rank, 0)
+        self._num_told[rank] = seq + 1
+        clock = SteadyClock(self._names.get(at_rank, ""), began_s) if seq == 0 else None
+        sealed = Envelope(event, rank, 0, 1_700_000_000.0 + after_s, seq, began_s + after_s, clock)
+        path = event_path(self.dir, rank, 0)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(sealed.to_line() + "\n")
+
+    def write(self, *, is_supervised: bool) -> None:
+        if is_supervised:
+            self.say(0.0, events.RanksStarted([1], 0.1), -1)
+        self.say(1.0, events.RunStarted("r", "d", 2, 0, 12, "cpu", {}, startup_s=1.0), 0)
+        self.say(1.05, events.Note("ready 1"), 1)
+        for number in range(1, 13):
+            for rank in self._uptimes_s:
+                after_s = 600.0 * number + rank / 10
+                self.say(
+                    after_s, StepFinished(number, 2.0, 1, number, 0.1, 0.1, 600, 1, {"forward": 1.0}, 0.0, 1), rank
+                )
+        for rank in self._uptimes_s:
+            self.say(7205.0 + rank, events.Note(f"late {rank}"), rank)
+        self.say(7210.0, events.RunFinished("finished", 0, 12, 7210.0), 0)
+        self.say(7211.0, events.RunFinished("finished", 0, 12, 7211.0), -1)
+
+
+UPTIMES_S = [{0: 5000.0, 1: 5000.0}, {0: 5000.0, 1: 900_000.0}, {0: 900_000.0, 1: 5000.0}, {0: 5000.0, 1: 8000.0}]
+
+
+@pytest.mark.parametrize("uptimes_s", UPTIMES_S)
+@pytest.mark.parametrize("is_supervised", [True, False])
+def test_a_run_of_hours_ends_with_its_end(tmp_path: Path, uptimes_s: dict[int, float], is_supervised: bool) -> None:
+    """Another launcher's ranks have no supervisor that speaks before the end; a rank may say little but steps until
+    then. Its machine is known by the name of its clock, not by the time.
+    """
+    names = {0: HERE, 1: HERE if uptimes_s[0] == uptimes_s[1] else THERE}
+    TwoHours(tmp_path, uptimes_s, names).write(is_supervised=is_supervised)
+    facts = reduce_run(tmp_path)
+    assert facts.status == "finished"
+    told = [e.event.code if isinstance(e.event, events.Note) else e.event.kind() for e in facts.story]
+    assert told == [
+        *["ranks_started"][: int(is_supervised)],
+        "run_started",
+        "ready 1",
+        "late 0",
+        "late 1",
+        "run_finished",
+    ]
+    steps = EventTail(tmp_path, all_ranks=True).poll()
+    assert [(e.event.step, e.rank) for e in steps if isinstance(e.event, StepFinished)] == [
+        (step, rank) for step in range(1, 13) for rank in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize("is_supervised", [True, False])
+@pytest.mark.parametrize("uptime_s", [5000.0, 900_000.0])
+def test_a_run_of_hours_of_an_earlier_release_ends_with_its_end(
+    tmp_path: Path, uptime_s: float, is_supervised: bool
+) -> None:
+    TwoHours(tmp_path, {0: 5000.0, 1: uptime_s}, {}).write(is_supervised=is_supervised)
+    facts = reduce_run(tmp_path)
+    assert facts.status == "finished"
+    told = [e.event.code if isinstance(e.event, events.Note) else e.event.kind() for e in facts.story]
+    assert told[-3:] == ["late 0", "late 1", "run_finished"]
+
+
+def test_a_resume_after_the_machine_was_started_anew(tmp_path: Path) -> None:
+    """Its clock begins at zero again; the supervisor's file holds both."""
+    for began_s, name, attempt in ((900_000.0, HERE, 0), (50.0, THERE, 1)):
+        for rank, event in ((-1, events.RanksStarted([1], 0.1)), (0, events.Note(f"rank {attempt}"))):
+            clock = SteadyClock(name, began_s)
+            line = Envelope(event, rank, attempt, 1.0, 0, began_s, clock).to_line() + "\n"
+            line += Envelope(events.Note(f"end {rank}"), rank, attempt, 1.0, 1, began_s + 9).to_line() + "\n"
+            path = event_path(tmp_path, rank, attempt)
+            path.parent.mkdir(exist_ok=True)
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(line)
+    seen = EventTail(tmp_path).poll()
+    assert [(e.attempt, e.rank) for e in seen] == [(0, -1), (0, 0), (0, -1), (0, 0), (1, -1), (1, 0), (1, -1), (1, 0)]
+    assert {e.clock.name for e in seen if e.clock and e.attempt == 1} == {THERE}
+
+
+def test_only_the_first_event_of_a_process_names_its_clock(tmp_path: Path) -> None:
+    bus = Bus(rank=3, run_dir=tmp_path)
+    for number in range(3):
+        bus.emit(events.Note(f"n{number}"))
+    bus.close()
+    lines = event_path(tmp_path, 3, 0).read_text().splitlines()
+    assert [json.loads(line).get("clock") for line in lines] == [clock_name() or None, None, None]
+
+
+def test_the_clock_of_this_machine_has_one_name() -> None:
+    others = subprocess.run(
+        [sys.executable, "-c", "from phalanx.core.clocks import clock_name; print(clock_name())"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert others.stdout.strip() == clock_name()

@@ -235,6 +235,7 @@ def test_as_job_tokenizer_schedule_or_model(tmp_path: Path, capsys: pytest.Captu
 OURS = {
     "core/files.py": "is the seam",
     "core/logs.py": "opens a descriptor",
+    "core/clocks.py": "reads /proc",
     "core/registry.py": "reads our own modules",
     "job/presets/__init__.py": "reads our own presets",
     "report/page.py": "reads our own style",
@@ -245,7 +246,6 @@ OURS = {
     "cli/_output.py": "opens /dev/null",
     "data/workers.py": "opens /dev/null",
     "plan/cluster.py": "reads /proc and /sys",
-    "train/pipeline_record.py": "reads /proc",
     "checkpoint/locks.py": "reads /proc",
     "checkpoint/exchange/families.py": "reads our own tables",
     "cli/_verify.py": "reads what our own ranks write, in a folder made for it",

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import resource
 from dataclasses import fields
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
+from phalanx.checkpoint.fence import Fence
+from phalanx.cli._run import open_supervisor_bus
+from phalanx.core.files import LINE_BYTES, open_regular
 from phalanx.observe import tail as reading
 from phalanx.observe.bus import Bus, event_path
+from phalanx.observe.console import Pace, PlainConsole, QuietStream
 from phalanx.observe.events import (
     EVENTS,
     CheckpointFailed,
@@ -19,9 +26,11 @@ from phalanx.observe.events import (
     Event,
     Note,
     RestartScheduled,
+    RunFinished,
     StepSkipped,
 )
 from phalanx.observe.tail import EventTail, read_event, recorded
+from phalanx.report.reduce import reduce_run
 
 
 def line(event: Event, *, rank: int = 0, attempt: int = 0, at: float = 1.0) -> bytes:
@@ -99,6 +108,71 @@ WRONG = {
     "rank": ["0", 0.5],
     "attempt": [None],
 }
+
+
+def overlong() -> bytes:
+    return line(Note("overlong", {"text": "x" * LINE_BYTES}))
+
+
+def test_an_overlong_line_hides_nothing_behind_it(tmp_path: Path) -> None:
+    """From none of the three readers, and it is counted."""
+    path = event_path(tmp_path, 0, 0)
+    before, after = EvalFinished(1, 1.5, 9, 0.1), EvalFinished(2, 1.5, 9, 0.1)
+    append(path, line(before) + overlong() + line(after) + line(RunFinished("finished", 0, 2, 1.0)))
+    tail = EventTail(tmp_path)
+    assert [e.event.kind() for e in tail.poll()] == ["eval_finished", "eval_finished", "run_finished"]
+    assert (tail.poll(), tail.num_unreadable) == ([], 1)
+    assert [e.event for e in recorded(tmp_path, EvalFinished)] == [before, after]
+    facts = reduce_run(tmp_path)
+    assert (facts.status, facts.num_unreadable) == ("finished", 1)
+
+
+def test_an_overlong_line_that_grows_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, whole = event_path(tmp_path, 0, 0), overlong()
+    append(path, whole[: LINE_BYTES + 10])
+    tail = EventTail(tmp_path)
+    opened: list[Path] = []
+
+    def open_counted(path: Path) -> BinaryIO:
+        opened.append(path)
+        return open_regular(path)
+
+    monkeypatch.setattr(reading, "open_regular", open_counted)
+    assert tail.poll() == []
+    for _ in range(3):
+        assert tail.poll() == []
+    assert len(opened) == 1
+    append(path, whole[LINE_BYTES + 10 : -5])
+    assert tail.poll() == []
+    append(path, whole[-5:] + line(Note("behind"))[:9])
+    assert tail.poll() == []
+    append(path, line(Note("behind"))[9:])
+    assert codes(tail.poll()) == ["behind"]
+    assert tail.num_unreadable == 1
+
+
+def test_what_a_disk_refuses_is_shown_once(tmp_path: Path) -> None:
+    """At once, and not again when it is in the file."""
+    console = PlainConsole(QuietStream(io.StringIO()), Pace(9), 1)
+    tail = EventTail(tmp_path)
+    bus = open_supervisor_bus(tmp_path, 0, console, tail, Fence(tmp_path, None))
+    bus.emit(Note("first"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))  # the file has more already
+    try:
+        bus.emit(RestartScheduled(1, 3, 400))
+        num_unwritten = bus.num_unwritten
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert num_unwritten > 0
+    assert console._pace.num_restarts == 1
+    bus.emit(Note("last"))
+    assert bus.num_unwritten == 0
+    bus.close()
+    for envelope in tail.poll():
+        console.write(envelope)
+    assert console._pace.num_restarts == 1
+    assert codes(EventTail(tmp_path).poll()) == ["first", "events_unwritten", "last"]
 
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in WRONG.items() for value in values])

@@ -40,7 +40,15 @@ from phalanx.launch.paths import next_attempt
 from phalanx.launch.supervisor import LaunchSpec, Outcome, supervise
 from phalanx.observe.bus import Bus
 from phalanx.observe.console import Console, open_console
-from phalanx.observe.events import RESUMED, CheckpointSaved, CheckpointUnusable, Note, RunFinished, StepFinished
+from phalanx.observe.events import (
+    RESUMED,
+    CheckpointSaved,
+    CheckpointUnusable,
+    Envelope,
+    Note,
+    RunFinished,
+    StepFinished,
+)
 from phalanx.observe.tail import EventTail
 from phalanx.observe.units import units_of
 from phalanx.report.reduce import reduce_run
@@ -184,12 +192,10 @@ def _supervised(run: Prepared, began: float, resumed: Resumed | None) -> int:
         grace_s=job.resilience.grace_s,
     )
     console = console_of(job)
-    bus = Bus(
-        rank=-1, attempt=attempt, run_dir=run_dir, on_unwritten=console.write, may_write=lambda: not fence.is_lost()
-    )
+    tail = EventTail(run_dir, attempt_from=attempt)
+    bus = open_supervisor_bus(run_dir, attempt, console, tail, fence)
     if resumed is not None:
         bus.emit(Note(RESUMED, resumed.facts()))
-    tail = EventTail(run_dir, attempt_from=attempt)
     store = open_store(run_dir, job.checkpoint.url)
 
     def tick() -> None:
@@ -225,6 +231,16 @@ def _supervised(run: Prepared, began: float, resumed: Resumed | None) -> int:
             unrecorded, "recording that the run is finished (its last step is saved)", run_dir / "events"
         )
     return code
+
+
+def open_supervisor_bus(run_dir: Path, attempt: int, console: Console, tail: EventTail, fence: Fence) -> Bus:
+    """What the disk refuses is shown at once, and not again when the tail finds it: it is written once that works."""
+
+    def show(envelope: Envelope) -> None:
+        tail.skip(envelope)
+        console.write(envelope)
+
+    return Bus(rank=-1, attempt=attempt, run_dir=run_dir, on_unwritten=show, may_write=lambda: not fence.is_lost())
 
 
 def require_ours(fence: Fence) -> None:

@@ -114,10 +114,32 @@ def read_regular(path: Path | str, most_bytes: int = JSON_BYTES) -> bytes:
     raise OSError(errno.EINVAL, f"a file of its kind has at most {most_bytes:,} bytes", str(path))
 
 
+OVERLONG = b"\0"  # what stands for a line that is longer than an event can be
+
+
 def bounded_lines(file: BinaryIO) -> Iterator[bytes]:
-    """The lines from where `file` stands. Where one is longer than an event can be, nothing more is read."""
-    while (line := file.readline(LINE_BYTES)) and len(line) < LINE_BYTES:
+    """The lines from where `file` stands. In place of one that is longer than an event can be comes `OVERLONG`, with
+    its newline if it has one: whoever reads counts it as what no event is, and goes on behind it. A line without an end
+    (a file may be any size) is given up: nothing more is read.
+    """
+    while line := file.readline(LINE_BYTES):
+        if len(line) == LINE_BYTES and not line.endswith(b"\n"):
+            if not skip_line(file):
+                yield OVERLONG
+                return
+            line = OVERLONG + b"\n"
         yield line
+
+
+def skip_line(file: BinaryIO) -> bool:
+    """Go behind the next newline, a bounded piece at a time. Returns False where there is none in the next 256 MiB."""
+    for _ in range(256):
+        piece = file.readline(2**20)
+        if piece.endswith(b"\n"):
+            return True
+        if not piece:
+            return False
+    return False
 
 
 @contextmanager

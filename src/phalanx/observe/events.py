@@ -3,7 +3,7 @@
 An event is one line of JSON in `RUN/events/`: its own fields plus the envelope `event` (the class in snake_case),
 `schema`, `time_unix_s`, `rank` and `attempt` (-1 for the supervisor's rank), `seq` and `monotonic_s`. Wall clocks are
 stepped: `time_unix_s` is for people to read. What came first follows from `seq`, which counts the events of a process,
-and from `monotonic_s`, which processes of one machine share.
+and from `monotonic_s`, which processes of one machine share: the first event of each process names its clock (`clock`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import re
 import time
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
+
+from phalanx.core.clocks import clock_name
 
 SCHEMA = 1
 
@@ -413,8 +415,19 @@ class Note(Event):
 
 
 @dataclass(frozen=True)
+class SteadyClock:
+    """That of a process: its name ("" in files of earlier releases), and what it showed at the first event."""
+
+    name: str
+    began_s: float
+
+
+@dataclass(frozen=True)
 class Envelope:
-    """An event with who said it and when. `seq` and `monotonic_s` are -1 and NaN in files of earlier releases."""
+    """An event with who said it and when. `seq` and `monotonic_s` are -1 and NaN in files of earlier releases.
+
+    `clock` is written with a process's first event only; whoever reads a file hands it on to those that follow.
+    """
 
     event: Event
     rank: int
@@ -422,6 +435,7 @@ class Envelope:
     time_unix_s: float
     seq: int = -1
     monotonic_s: float = math.nan
+    clock: SteadyClock | None = field(default=None, compare=False)
 
     schema: ClassVar[int] = SCHEMA
 
@@ -436,6 +450,8 @@ class Envelope:
         }
         if self.seq >= 0:
             head |= {"seq": self.seq, "monotonic_s": round(self.monotonic_s, 4)}
+        if self.seq == 0 and self.clock is not None and self.clock.name:
+            head["clock"] = self.clock.name
         body = head | vars(self.event)
         try:
             return json.dumps(body, separators=(",", ":"), allow_nan=False)
@@ -445,7 +461,10 @@ class Envelope:
 
 def seal(event: Event, *, rank: int, attempt: int, seq: int = -1) -> Envelope:
     """Put an event into the envelope of this moment; `seq` numbers those of a process."""
-    return Envelope(event, rank, attempt, time.time(), seq, time.monotonic())
+    now_s = time.monotonic()
+    return Envelope(
+        event, rank, attempt, time.time(), seq, now_s, SteadyClock(clock_name(), now_s) if seq == 0 else None
+    )
 
 
 def _finite(value: Any) -> Any:
@@ -461,14 +480,20 @@ def _finite(value: Any) -> Any:
 EVENTS: dict[str, type[Event]] = {cls.kind(): cls for cls in Event.__subclasses__()}
 
 
-def parse_line(line: str) -> Envelope | None:
-    """The envelope of one line, or None for a line that is torn or of a kind this release does not know."""
+def parse_line(line: str, clock: SteadyClock | None = None) -> Envelope | None:
+    """The envelope of one line, or None for a line that is torn or of a kind this release does not know.
+
+    `clock` is that of the line before in the same file; a line with which a process begins has its own.
+    """
     try:
         body = json.loads(line)
         cls = EVENTS[body["event"]]
         fields = {name: body[name] for name in cls.__dataclass_fields__ if name in body}
         fields = {name: math.nan if value is None else value for name, value in fields.items()}
-        when = body["time_unix_s"], body.get("seq", -1), body.get("monotonic_s", math.nan)
-        return Envelope(cls(**fields), body["rank"], body["attempt"], *when)
+        seq, steady_s = body.get("seq", -1), body.get("monotonic_s", math.nan)
+        if seq >= 0 and (seq == 0 or clock is None):
+            name = body.get("clock")
+            clock = SteadyClock(name if type(name) is str else "", steady_s)
+        return Envelope(cls(**fields), body["rank"], body["attempt"], body["time_unix_s"], seq, steady_s, clock)
     except (ValueError, KeyError, TypeError):
         return None

@@ -16,11 +16,13 @@ from phalanx.observe.events import (
     RanksStarted,
     RestartScheduled,
     RunFinished,
+    SteadyClock,
 )
 
 # What a supervisor says once the ranks of an attempt are gone.
 _AFTER_THE_RANKS = (RankFailed, RestartScheduled, BaselineMeasured, RunFinished)
-_ANOTHER_MACHINE_S = 3600.0  # clocks of processes that start together do not differ by so much on one machine
+# Of files whose clocks have no name: ranks start together, so first events that are further apart show two machines.
+_ANOTHER_MACHINE_S = 3600.0
 
 
 class AttemptCounter:
@@ -59,18 +61,48 @@ def _merged(by_rank: dict[int, list[Envelope]]) -> Iterator[Envelope]:
 
 
 def _shifts(by_rank: dict[int, list[Envelope]]) -> dict[int, float]:
-    """By rank what brings its clock to that of the first one: zero on one machine, whose processes share the clock."""
-    first = {rank: by_rank[rank][0].monotonic_s for rank in sorted(by_rank)}
-    lead = first[min(first)]
-    return {rank: lead - at if abs(lead - at) > _ANOTHER_MACHINE_S else 0.0 for rank, at in first.items()}
+    """By rank what brings its clock to that of rank 0: zero on one machine, whose processes share the clock.
+
+    Clocks of two machines have nothing in common but that the ranks of an attempt start together. The supervisor's
+    first event says nothing of that: it may speak only at the end. Its process is on the machine of rank 0.
+    """
+    clocks = {rank: _clock_of(rank, stream) for rank, stream in by_rank.items()}
+    lead = clocks.get(0) or clocks.get(-1) or clocks[min(clocks)]
+    began_s: dict[str, float] = {}  # by the name of a clock: what it showed when the ranks started
+    for rank in sorted(clocks, key=lambda rank: (rank < 0, rank)):
+        name = clocks[rank].name
+        if rank >= 0 or name not in began_s:
+            began_s[name] = min(began_s.get(name, math.inf), clocks[rank].began_s)
+    lead_began_s = began_s[lead.name] if lead.name else lead.began_s
+    shifts = {}
+    for rank, clock in clocks.items():
+        if clock.name and lead.name:
+            shifts[rank] = lead_began_s - began_s[clock.name] if clock.name != lead.name else 0.0
+        else:
+            apart_s = lead_began_s - clock.began_s
+            shifts[rank] = apart_s if rank > 0 and abs(apart_s) > _ANOTHER_MACHINE_S else 0.0
+    return shifts
+
+
+def _clock_of(rank: int, stream: Sequence[Envelope]) -> SteadyClock:
+    """That of the process which spoke last; a supervisor's begins anew with each attempt."""
+    clock = stream[-1].clock
+    if clock is None or rank < 0:
+        return SteadyClock("" if clock is None else clock.name, stream[0].monotonic_s)
+    return clock
 
 
 def _keyed(stream: Sequence[Envelope], shift: float) -> Iterator[tuple[float, int, Envelope]]:
     """A key that never falls, so that a stream stays in its own order."""
-    latest = -math.inf
+    latest, last = -math.inf, stream[-1].clock
     for envelope in stream:
-        latest = max(latest, envelope.monotonic_s + shift)
+        if _name(envelope.clock) == _name(last):  # else a process spoke that ended before the machine was started anew
+            latest = max(latest, envelope.monotonic_s + shift)
         yield latest, envelope.rank, envelope
+
+
+def _name(clock: SteadyClock | None) -> str:
+    return "" if clock is None else clock.name
 
 
 def _merged_by_kind(by_rank: dict[int, list[Envelope]]) -> Iterator[Envelope]:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from phalanx.core.files import bounded_lines, open_regular
-from phalanx.observe.events import Envelope, Event, parse_line
+from phalanx.core.files import OVERLONG, bounded_lines, open_regular, skip_line
+from phalanx.observe.events import Envelope, Event, SteadyClock, parse_line
 from phalanx.observe.order import in_order
 
 RANK_FILE = re.compile(r"rank-(\d{1,9})-attempt-(\d{1,9})\.jsonl")
@@ -18,14 +18,14 @@ SUPERVISOR_FILE = "supervisor.jsonl"
 _HUGE = 1e300  # a longer whole number would overflow in the first division
 
 
-def read_event(line: bytes) -> Envelope | None:
+def read_event(line: bytes, clock: SteadyClock | None = None) -> Envelope | None:
     """The envelope of one whole line, or None if it is torn, unknown, or holds values of the wrong type.
 
     Event files are input: a disk error, another program or another release may have written them, and whoever
-    formats a number must be able to trust that it is one.
+    formats a number must be able to trust that it is one. `clock`: of the event before in the same file.
     """
     try:
-        envelope = parse_line(line.decode("utf-8", errors="replace"))
+        envelope = parse_line(line.decode("utf-8", errors="replace"), clock)
     except RecursionError:
         return None
     if envelope is None or not _is_sound(envelope):
@@ -40,7 +40,8 @@ def _is_sound(envelope: Envelope) -> bool:
         return False
     if type(envelope.seq) is not int or not -1 <= envelope.seq < 2**63:
         return False
-    if type(envelope.monotonic_s) not in (int, float) or not (envelope.monotonic_s >= 0 or envelope.seq < 0):
+    steady_s = envelope.monotonic_s
+    if type(steady_s) not in (int, float) or not (0 <= steady_s < 1e11 or (envelope.seq < 0 and steady_s != steady_s)):
         return False
     event = envelope.event
     for name, field in event.__dataclass_fields__.items():
@@ -114,6 +115,8 @@ class EventTail:
         self._attempt_from = attempt_from
         self._all_ranks = all_ranks
         self._offsets: dict[str, int] = {}
+        self._clocks: dict[str, SteadyClock | None] = {}
+        self._is_inside: set[str] = set()  # files that are read up to the middle of an overlong line
         self._seen: set[tuple[int, int, int]] = set()
 
     def skip(self, envelope: Envelope) -> None:
@@ -147,21 +150,32 @@ class EventTail:
         return self._all_ranks or int(match[1]) == 0
 
     def _read_new(self, name: str) -> list[Envelope]:
-        offset = self._offsets.get(name, 0)
-        try:
-            with open_regular(self._directory / name) as file:
-                file.seek(offset)
-                lines = list(bounded_lines(file))
-        except OSError:
-            return []
-        if lines and not lines[-1].endswith(b"\n"):
-            lines.pop()
-        self._offsets[name] = offset + sum(map(len, lines))
         found = []
-        for line in lines:
-            envelope = read_event(line)
+        for line in self._new_lines(name):
+            envelope = read_event(line, self._clocks.get(name))
             if envelope is None:
                 self.num_unreadable += bool(line.strip())
-            elif envelope.attempt >= self._attempt_from:
+                continue
+            self._clocks[name] = envelope.clock
+            if envelope.attempt >= self._attempt_from:
                 found.append(envelope)
         return found
+
+    def _new_lines(self, name: str) -> list[bytes]:
+        """Whole ones, and the beginning of an overlong one, which does not wait for its end."""
+        try:
+            with open_regular(self._directory / name) as file:
+                file.seek(self._offsets.get(name, 0))
+                lines: list[bytes] = []
+                if name not in self._is_inside or skip_line(file):
+                    self._is_inside.discard(name)
+                    lines = list(bounded_lines(file))
+                end = file.tell()
+        except OSError:
+            return []
+        if lines and lines[-1] == OVERLONG:
+            self._is_inside.add(name)
+        elif lines and not lines[-1].endswith(b"\n"):
+            end -= len(lines.pop())
+        self._offsets[name] = end
+        return lines

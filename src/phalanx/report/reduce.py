@@ -162,11 +162,13 @@ def _read_log(run_dir: Path) -> _Log:
     files = _event_files(run_dir / "events")
     log = _Log(lead_rank=min((rank for rank, _, _ in files if rank != SUPERVISOR), default=0))
     for _, _, path in files:
+        clock = None
         for line in _lines(path):
-            envelope = read_event(line)
+            envelope = read_event(line, clock)
             if envelope is None:
                 log.num_unreadable += 1
             else:
+                clock = envelope.clock
                 log.take(envelope)
     return log
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from phalanx.core.clocks import clock_name
 from phalanx.core.phases import Clock
 from phalanx.mesh.mesh import Mesh
 from phalanx.observe.bus import Bus
@@ -57,7 +56,7 @@ def spans_of_rank(clock: Clock, zero: Any, spans: Sequence[tuple[str, Any, Any]]
     Events of a GPU have seconds only between each other: there `zero`, which comes after all spans, is 0.
     """
     if not clock.is_late:
-        return {"clock": _clock(), "zero_s": zero, "spans": list(spans)}
+        return {"clock": clock_name() or platform.node(), "zero_s": zero, "spans": list(spans)}
     clock.wait(zero)
     before = [(action, clock.seconds(begin, zero), clock.seconds(end, zero)) for action, begin, end in spans]
     told = [(action, -begin, -end) for action, begin, end in before if begin is not None and end is not None]
@@ -83,14 +82,6 @@ def on_one_clock(told: Sequence[dict[str, Any]]) -> list[list[tuple[str, float, 
         for mine in told
         for zero_s in [0.0 if is_one_clock else mine["zero_s"]]
     ]
-
-
-def _clock() -> str:
-    """Equal for processes whose monotonic clock is the same one: of one boot, and of one time namespace."""
-    try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/time')}"
-    except OSError:
-        return platform.node()
 
 
 def measured_pipeline(
