@@ -22,7 +22,7 @@ import psutil
 import warm
 from phalanx.checkpoint.manifest import list_checkpoints, read_manifest
 from phalanx.checkpoint.verify import verify_checkpoint
-from phalanx.core.launchers import PREFIXES, TORCH_VARIABLES
+from phalanx.core.launchers import PREFIXES, SUPERVISED, TORCH_VARIABLES
 from phalanx.observe.events import Envelope, Event, parse_line
 
 PHALANX = [sys.executable, warm.__file__]  # as the next, but ranks start in a moment
@@ -75,7 +75,7 @@ def environment(**more: str | None) -> dict[str, str]:
     kept = {
         name: value
         for name, value in os.environ.items()
-        if name not in (*TORCH_VARIABLES, "PHALANX_ATTEMPT") and not name.startswith(PREFIXES)
+        if name not in (*TORCH_VARIABLES, "PHALANX_ATTEMPT", SUPERVISED) and not name.startswith(PREFIXES)
     }
     kept |= nursery().variables()
     for name, value in more.items():

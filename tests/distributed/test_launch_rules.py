@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import socket
 import threading
 from dataclasses import replace
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.core.errors import DataError, EnvironmentProblem, RestartBudgetError
+from phalanx.core.files import write_bytes_atomic
 from phalanx.core.phases import BlackBox, Place
 from phalanx.launch.absence import Absence, find_absence
 from phalanx.launch.attempt import AttemptEnd, RankExit
@@ -137,6 +139,26 @@ class TestReports:
     )
     def test_an_error_of_its_own(self, error: Exception) -> None:
         assert not raised(error).secondary
+
+    @pytest.mark.parametrize("code", [errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.EIO, errno.ENOSPC])
+    def test_a_disk_that_refuses_the_user_is_an_error_of_theirs(self, code: int, tmp_path: Path) -> None:
+        """A restart may well help: the file server is back, or the file is another one."""
+        report = raised(OSError(code, os.strerror(code), str(tmp_path / "shard")))
+        assert (report.exit_code, report.is_phalanx_error) == (1, False)
+        assert "in raised" in report.traceback
+
+    def test_a_disk_that_refuses_the_run_is_no_error_of_the_users(self, tmp_path: Path) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+        try:
+            with pytest.raises(OSError, match="too large") as caught:
+                write_bytes_atomic(tmp_path / "file", bytes(2000))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert describe(caught.value).exit_code == 7
+        in_run = OSError(errno.ENOSPC, "full", str(tmp_path / "run" / "mine"))
+        assert (raised(in_run).exit_code, describe(in_run, tmp_path / "run").exit_code) == (1, 7)
+        assert describe(OSError(errno.ESTALE, "stale", str(tmp_path / "run" / "x")), tmp_path / "run").exit_code == 1
 
     def test_an_error_because_of_a_lost_connection_is_a_consequence_too(self) -> None:
         problem = EnvironmentProblem("a rank never came")

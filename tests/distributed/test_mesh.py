@@ -18,12 +18,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from phalanx.core.errors import EnvironmentProblem, ExitCode, RanksDifferError
-from phalanx.launch.rank_env import loopback_interface
+from phalanx.core.launchers import SUPERVISED, loopback_interface
+from phalanx.launch.rank_env import RankEnv, rank_variables
 from phalanx.mesh import mesh as mesh_file
 from phalanx.mesh import rendezvous
 from phalanx.mesh.logical import Box, shard_of
 from phalanx.mesh.mesh import choose_device, open_mesh
-from phalanx.mesh.rendezvous import choose_interface, interface_towards, open_store
+from phalanx.mesh.rendezvous import choose_interface, find_shared_gpu, interface_towards, open_store
 from phalanx.plan.layout import AXES, Layout
 from ranks import run_ranks
 
@@ -389,15 +390,51 @@ def test_an_error_on_a_gpu_aborts_instead_of_destroying(monkeypatch: pytest.Monk
 def test_a_rank_that_is_shown_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.delenv("PHALANX_ATTEMPT", raising=False)
+    monkeypatch.delenv(SUPERVISED, raising=False)
     assert choose_device("cuda", 3) == torch.device("cuda", 0)
-    monkeypatch.setenv("PHALANX_ATTEMPT", "0")  # our own ranks are all shown the same
+    monkeypatch.setenv("PHALANX_ATTEMPT", "1")  # as a requeued job of Slurm has it
+    assert choose_device("cuda", 3) == torch.device("cuda", 0)
+    for name, value in rank_variables(RankEnv(3, 4, 3, 4), 12345, {}).items():
+        monkeypatch.setenv(name, value)  # our own ranks are all shown the same
     with pytest.raises(EnvironmentProblem, match="local rank 3 has no GPU"):
         choose_device("cuda", 3)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.delenv("PHALANX_ATTEMPT")
+    monkeypatch.delenv(SUPERVISED)
     with pytest.raises(EnvironmentProblem, match="local rank 3 has no GPU"):
         choose_device("cuda", 3)
+
+
+def refuse_to_join(*args: Any, **more: Any) -> None:
+    raise EnvironmentProblem("joined")  # there is no NCCL here
+
+
+def join_with_gpu(rank: int, gpus: list[str], port: int) -> str:
+    """What a rank of another launcher's is told that has a GPU (which there is not)."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    mesh_file.choose_device = lambda kind, local_rank: torch.device("cuda", 0)  # type: ignore[assignment]
+    mesh_file.name_gpu = lambda device: gpus[rank]  # type: ignore[assignment]
+    mesh_file.join = refuse_to_join  # type: ignore[assignment]
+    torch.cuda.set_device = lambda device: None  # type: ignore[assignment]
+    with pytest.raises(EnvironmentProblem) as caught, open_mesh(Layout(dp_shard=2), rendezvous_s=60):
+        pass
+    return str(caught.value)
+
+
+def test_ranks_with_the_same_gpu_are_refused_before_they_join() -> None:
+    assert run_ranks(2, join_with_gpu, ["GPU-a", "GPU-b"], free_port()) == ["joined"] * 2
+    told = run_ranks(2, join_with_gpu, ["GPU-a", "GPU-a"], free_port())
+    assert all("ranks 0 and 1 have the same GPU" in words for words in told), told
+
+
+def test_the_same_gpu_is_that_of_one_host() -> None:
+    assert find_shared_gpu([("a", "GPU-1"), ("a", "GPU-2"), ("b", "GPU-1")]) is None
+    problem = find_shared_gpu([("a", "GPU-1"), ("b", "GPU-1"), ("b", "GPU-2"), ("b", "GPU-1")])
+    assert problem is not None
+    assert (problem.what, problem.where) == ("ranks 1 and 3 have the same GPU", "b")
+    assert problem.exit_code == 6
 
 
 def own_address() -> str:

@@ -137,3 +137,27 @@ def test_half_of_slurms_variables_are_refused_before_anything_is_written(referen
     assert done.code == 6
     assert "SLURM_NTASKS is 2 and SLURM_LOCALID is not set" in done.problem
     assert not (reference.folder / "none").exists()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_end_that_cannot_be_recorded_is_no_success(world_size: int, reference: Reference) -> None:
+    """Files may grow to 32 MiB, and the one that takes the end of the run is as large: all else is written."""
+    run_dir, port = reference.folder / f"unrecorded {world_size}", free_port()
+    (run_dir / "events").mkdir(parents=True)
+    with open(run_dir / "events" / "supervisor.jsonl", "wb") as file:
+        file.truncate(32 << 20)
+    limited = ("bash", "-c", 'ulimit -f 32768 && exec "$@"', "bash", sys.executable, "-m", "phalanx")
+    ranks = [
+        start(
+            *("train", *JOB, f"run.dir={run_dir}"),
+            cwd=reference.folder,
+            env=rank_environment(rank, world_size, port),
+            command=limited,
+        )
+        for rank in range(world_size)
+    ]
+    first, *others = [finish(rank) for rank in ranks]
+    assert first.code == 7, first.out + first.err
+    assert [rank.code for rank in others] == [0] * (world_size - 1)
+    assert "recording that the run is finished (its last step is saved)" in first.err
+    assert (run_dir / "checkpoints" / "step-20").exists()

@@ -17,9 +17,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from phalanx.checkpoint import stores
 from phalanx.checkpoint.fence import Fence
-from phalanx.cli._prepare import Prepared, announce, conclude, prepared_run, score_baselines
+from phalanx.cli._prepare import Prepared, announce, finish_run, prepared_run, score_baselines
 from phalanx.cli._rank import RankRun, run_rank
 from phalanx.cli._resume import Resumed
 from phalanx.cli._run import console_of, is_finished, require_ours
@@ -34,7 +33,7 @@ from phalanx.launch.supervisor import Outcome
 from phalanx.launch.verdict import place_in_words
 from phalanx.mesh.rendezvous import RENDEZVOUS_S, open_store
 from phalanx.observe.bus import Bus
-from phalanx.observe.events import RESUMED, Note, RunFinished
+from phalanx.observe.events import RESUMED, Note
 from phalanx.plan.plan import Plan
 
 PREPARE_TIMEOUT_S = 600.0
@@ -100,9 +99,9 @@ def _run_rank(run: RankRun, **more: Any) -> ExitCode:
     try:
         return ExitCode(run_rank(run, **more))
     except (SystemExit, KeyboardInterrupt) as error:
-        if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a stop
             raise
-        report = describe(error)
+        report = describe(error, run.run_dir)
         where = place_in_words(read_black_box(black_box(run.run_dir, run.rank)))
         print(f"phalanx: rank {run.rank} failed {where}:\n{report.traceback.rstrip()}", file=sys.stderr)
         return ExitCode(report.exit_code)
@@ -112,30 +111,36 @@ def _lead(prepared: Prepared, run: RankRun, store: Any, resumed: Resumed | None)
     """Train as rank 0, then say what came out, also when it failed."""
     console = console_of(run.job)
     fence = Fence.of_rank(run.run_dir, run.epoch, run.holder)
-    bus = Bus(rank=-1, attempt=run.attempt, run_dir=run.run_dir, may_write=lambda: not fence.is_lost())
-    if resumed is not None:
-        bus.emit(Note(RESUMED, resumed.facts()))
-    code = ExitCode.INTERNAL
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        code = _run_rank(run, sinks=[("console", lambda: console)], store=store)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        require_ours(fence)
-        if code == ExitCode.OK:
-            score_baselines(prepared, bus)
-    except PhalanxError as error:
-        code = error.exit_code
-        raise
-    finally:
-        is_ours = not fence.is_lost(now=True)
-        status = STATUS.get(code, "failed")
-        if is_ours:
-            saved = stores.newest_step(stores.open_store(run.run_dir, run.job.checkpoint.url))
-            bus.emit(RunFinished(status, code, saved, time.monotonic() - run.started_s))
-        bus.close()
-        if is_ours:
-            conclude(prepared, Outcome(code, status, "", 1))
+    bus = Bus(
+        rank=-1,
+        attempt=run.attempt,
+        run_dir=run.run_dir,
+        on_unwritten=console.write,
+        may_write=lambda: not fence.is_lost(),
+    )
+    with contextlib.ExitStack() as opened:
+        opened.callback(bus.close)
+        if resumed is not None:
+            bus.emit(Note(RESUMED, resumed.facts()))
+        code = ExitCode.INTERNAL
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            code = _run_rank(run, sinks=[("console", lambda: console)], store=store)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            require_ours(fence)
+            if code == ExitCode.OK:
+                score_baselines(prepared, bus)
+        except PhalanxError as error:
+            code = error.exit_code
+            raise
+        except BaseException:
+            code = ExitCode.INTERNAL
+            raise
+        finally:
+            if not fence.is_lost(now=True):
+                outcome = Outcome(code, STATUS.get(code, "failed"), "", 1)
+                finish_run(prepared, outcome, bus, opened, elapsed_s=time.monotonic() - run.started_s)
     return code
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from phalanx.checkpoint.folder import Folder
 from phalanx.checkpoint.locks import LOCK_NAME, Lock, hold_run_lock
 from phalanx.checkpoint.owner import claim, release
-from phalanx.checkpoint.stores import Store, open_store
+from phalanx.checkpoint.stores import Store, newest_step, open_store
 from phalanx.cli._baselines import score
 from phalanx.cli._facts import data_facts
 from phalanx.cli._initial import INIT, find_initial, told_shape
@@ -24,7 +24,15 @@ from phalanx.cli._output import say
 from phalanx.cli._resume import Resumed
 from phalanx.cli._summary import summary_lines
 from phalanx.cli._tokens import find_tokens
-from phalanx.core.errors import CheckpointError, ExitCode, LayoutError, ResourceError, RunLockedError, UsageError
+from phalanx.core.errors import (
+    CheckpointError,
+    ExitCode,
+    LayoutError,
+    PhalanxError,
+    ResourceError,
+    RunLockedError,
+    UsageError,
+)
 from phalanx.core.files import open_run_directory, read_regular, resource_error, write_bytes_atomic, write_json_atomic
 from phalanx.core.store_urls import local_directory
 from phalanx.data.corpus import MANIFEST, Corpus, verify_corpus
@@ -36,7 +44,7 @@ from phalanx.job.shape import ModelShape
 from phalanx.launch.paths import next_attempt
 from phalanx.launch.supervisor import Outcome
 from phalanx.observe.bus import Bus
-from phalanx.observe.events import RunStarted
+from phalanx.observe.events import RunFinished, RunStarted
 from phalanx.observe.tail import EventTail
 from phalanx.plan.cluster import detect_cluster
 from phalanx.plan.describe import describe
@@ -281,6 +289,34 @@ def score_baselines(run: Prepared, bus: Bus) -> None:
     if run.job.eval.tokens and run.corpus.splits["held_out"].num_tokens > 1:
         for event in score(run.corpus, run.job.eval.tokens):
             bus.emit(event)
+
+
+def finish_run(
+    run: Prepared,
+    outcome: Outcome,
+    bus: Bus,
+    opened: contextlib.ExitStack,
+    *,
+    elapsed_s: float,
+    refused: PhalanxError | None = None,
+) -> int:
+    """Record how the run ended, close what is `opened` (the bus, the console), conclude. Returns the exit code.
+
+    Raises `refused`, which makes the run as if it had never been; and ResourceError where a run is finished and its
+    record does not say so: whoever starts it again then repeats what comes after the last step.
+    """
+    saved = newest_step(open_store(run.run_dir, run.job.checkpoint.url))
+    bus.emit(RunFinished(outcome.status, outcome.exit_code, saved, elapsed_s))
+    unrecorded = bus.refusal
+    opened.close()
+    if refused is not None:
+        run.forget()
+        raise refused
+    code = conclude(run, outcome)
+    if code == ExitCode.OK and unrecorded is not None:
+        doing = "recording that the run is finished (its last step is saved)"
+        raise resource_error(unrecorded, doing, run.run_dir / "events")
+    return code
 
 
 def conclude(run: Prepared, outcome: Outcome) -> int:

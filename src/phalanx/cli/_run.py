@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -18,7 +19,7 @@ from phalanx.checkpoint.stores import Store, newest_step, open_store
 from phalanx.checkpoint.verify import verify_checkpoint
 from phalanx.cli._json import print_json, words_on_stderr
 from phalanx.cli._needs import preload
-from phalanx.cli._prepare import Prepared, announce, conclude, prepared_run, score_baselines
+from phalanx.cli._prepare import Prepared, announce, finish_run, prepared_run, score_baselines
 from phalanx.cli._resume import Resumed, resumed_job
 from phalanx.core.errors import (
     CheckpointError,
@@ -30,7 +31,6 @@ from phalanx.core.errors import (
     RunLockedError,
     UsageError,
 )
-from phalanx.core.files import resource_error
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job
 from phalanx.launch.end_record import EndRecord
@@ -66,12 +66,8 @@ def train(job_file: str | None, overrides: Sequence[str], resume: str | None, *,
 
     With `as_json`, words go to standard error, and standard output gets the run's facts when it is over.
     """
-    before = signal.signal(signal.SIGTERM, _stop)  # ranks and their supervisor have handlers of their own
-    try:
-        with words_on_stderr(as_json):
-            code, run_dir = _train(job_file, overrides, resume)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with stopped_once(), words_on_stderr(as_json):
+        code, run_dir = _train(job_file, overrides, resume)
     if as_json and run_dir is not None:
         print_json("run", run_json(reduce_run(run_dir)))
     return code
@@ -89,7 +85,28 @@ def explain_job(job_file: str | None, overrides: Sequence[str], resume: str | No
     print_explained(job, source, overrides, as_json=as_json)
 
 
+@contextlib.contextmanager
+def stopped_once() -> Iterator[None]:
+    """SIGTERM and Ctrl-C end the body by an exception, once: ranks and their supervisor have handlers of their own.
+
+    One stop often arrives twice: torchrun and Slurm signal a rank and its guard, which hands on what it gets. The
+    second one would strike in the middle of what the first one has cleaned up. An ignored SIGINT stays ignored.
+    """
+    before: dict[signal.Signals, Any] = {signal.SIGTERM: signal.signal(signal.SIGTERM, _stop)}
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, _stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _stop(number: int, frame: FrameType | None) -> None:
+    for again in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(again, signal.SIG_IGN)
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
     raise StoppedError("stopped by SIGTERM while no rank was training", fix="run again, with --resume if it had begun")
 
 
@@ -203,7 +220,9 @@ def _supervised(run: Prepared, began: float, resumed: Resumed | None) -> int:
             raise fence.error()  # the ranks end with what they are started by
         _show(console, tail)
 
-    try:
+    with contextlib.ExitStack() as opened:
+        opened.callback(bus.close)
+        opened.callback(console.close)
         outcome = supervise(
             spec,
             bus=bus,
@@ -217,20 +236,8 @@ def _supervised(run: Prepared, began: float, resumed: Resumed | None) -> int:
             score_baselines(run, bus)
             _show(console, tail)
         require_ours(fence)
-        bus.emit(RunFinished(outcome.status, outcome.exit_code, newest_step(store), time.monotonic() - began))
-        unrecorded = bus.refusal
-    finally:
-        console.close()
-        bus.close()
-    if (refusal := _refusal(run, outcome)) is not None:
-        run.forget()
-        raise refusal
-    code = conclude(run, outcome)
-    if code == ExitCode.OK and unrecorded is not None:
-        raise resource_error(
-            unrecorded, "recording that the run is finished (its last step is saved)", run_dir / "events"
-        )
-    return code
+        refused, elapsed_s = _refusal(run, outcome), time.monotonic() - began
+        return finish_run(run, outcome, bus, opened, elapsed_s=elapsed_s, refused=refused)
 
 
 def open_supervisor_bus(run_dir: Path, attempt: int, console: Console, tail: EventTail, fence: Fence) -> Bus:

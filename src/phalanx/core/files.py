@@ -7,7 +7,8 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator
+import sys
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -176,14 +177,12 @@ def parse_json(text: bytes | str) -> Any:
 
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 # What a disk says when it will not do what any other disk would: no fault of a name, a format or a program.
-_REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.ESTALE, errno.ENODEV, errno.ENXIO)
+REFUSALS_THAT_LAST = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
+REFUSALS = (*REFUSALS_THAT_LAST, errno.ESTALE, errno.ENODEV, errno.ENXIO)  # an NFS server may come back
+_OURS = __name__.partition(".")[0]
+_LIBRARIES = ("numpy", "pyarrow", "safetensors", "tokenizers", "torch")
 
 _NO_SPACE = os.strerror(errno.ENOSPC)
-
-
-def is_refused_by_disk(error: BaseException) -> bool:
-    """True for an OSError by which a disk refuses to write or read: full, over quota, read-only, broken, too large."""
-    return isinstance(error, OSError) and error.errno in _REFUSALS
 
 
 def fix_of(error: OSError, path: Path | str, *, place: str = "run.dir") -> str | None:
@@ -196,7 +195,7 @@ def fix_of(error: OSError, path: Path | str, *, place: str = "run.dir") -> str |
         return "raise the limit on the size of files (ulimit -f)"
     if error.errno in _NOT_WRITABLE:
         return f"make it writable, or choose another {place}"
-    if error.errno in _REFUSALS:
+    if error.errno in REFUSALS:
         return f"look at the disk (dmesg), or choose another {place}"
     return None
 
@@ -212,14 +211,41 @@ def resource_error(error: OSError, doing: str, path: Path | str, *, place: str =
     return ResourceError(what, where=str(path), why=reason, fix=fix_of(error, path, place=place))
 
 
-def disk_problem(error: BaseException, doing: str) -> PhalanxError | None:
-    """The ResourceError for an error by which a disk refuses, wherever it was met; None for any other error."""
-    if isinstance(error, OSError) and is_refused_by_disk(error):
+def disk_problem(
+    error: BaseException, doing: str, *, refusals: Collection[int] = REFUSALS, run_dir: Path | None = None
+) -> PhalanxError | None:
+    """The ResourceError for an error by which a disk refuses us something; None for any other error.
+
+    Us: it was raised by our own code, or is about a file of the run. What user code met elsewhere is its own error,
+    whose traceback tells where.
+    """
+    if not _is_raised_by_us(error) and not _is_about_file_in(run_dir, error):
+        return None
+    if isinstance(error, OSError) and error.errno in refusals:
         return resource_error(error, doing, str(error.filename or "a file"))
     if isinstance(error, RuntimeError) and _NO_SPACE in str(error):  # of C++, which has no errno to look at
         why = str(error).strip().splitlines()[0]
         return ResourceError(f"no space left while {doing}", why=why, fix="free space there")
     return None
+
+
+def _is_raised_by_us(error: BaseException) -> bool:
+    """True if the innermost frame is ours, those of the libraries not counted that do our work as well as a user's."""
+    innermost, trace = "", error.__traceback__
+    while trace is not None:
+        home = str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
+        if home not in sys.stdlib_module_names and home not in _LIBRARIES:
+            innermost = home
+        trace = trace.tb_next
+    return innermost == _OURS
+
+
+def _is_about_file_in(directory: Path | None, error: BaseException) -> bool:
+    name = getattr(error, "filename", None)
+    if directory is None or not isinstance(name, str | bytes):
+        return False
+    path = os.path.realpath(os.fsdecode(name))
+    return path.startswith(os.path.join(os.path.realpath(directory), ""))
 
 
 def _has_no_inodes(path: Path) -> bool:

@@ -16,6 +16,7 @@ from phalanx.core.errors import EnvironmentProblem
 from phalanx.core.nodelists import NodeList, parse_nodelist, parse_tasks_per_node
 
 TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SUPERVISED = "PHALANX_SUPERVISED"  # variable: our own supervisor started this rank, and nobody else did
 PREFIXES = ("PET_", "SLURM_", "OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL")  # of variables that describe ranks
 FIRST_PORT, NUM_PORTS = 12_000, 20_000  # below the ports that a kernel gives away by itself (32768 on Linux)
 USUAL_PORT = 29_500  # torchrun's, where nothing tells one job of a machine from another

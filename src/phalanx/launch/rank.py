@@ -82,7 +82,7 @@ def _close_input() -> None:
 
 def _report(task: RankTask, error: BaseException, end: EndWriter) -> int:
     """Say why this rank failed: to the supervisor first, then in its log and in a file."""
-    report = describe(error)
+    report = describe(error, task.run_dir)
     if not end.is_rank or (end.told is not None and end.told.report is not None):
         return report.exit_code
     end.tell(EndRecord(report.exit_code, report))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from phalanx.core.errors import EnvironmentProblem
-from phalanx.core.launchers import check_range, loopback_interface, read_integer, read_port
+from phalanx.core.launchers import SUPERVISED, check_range, loopback_interface, read_integer, read_port
 
 SERVER_CHOSE_THREADS = "PHALANX_SERVER_CHOSE_THREADS"  # the server's one thread is not the user's wish for the ranks
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # first: the newest
@@ -43,6 +43,7 @@ def rank_variables(ranks: RankEnv, master_port: int, environ: Mapping[str, str])
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "GLOO_SOCKET_IFNAME": loopback,
         "PHALANX_ATTEMPT": str(ranks.attempt),
+        SUPERVISED: "1",
     }
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = str(max(1, cores // ranks.local_world_size))

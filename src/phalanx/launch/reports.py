@@ -13,7 +13,7 @@ from types import TracebackType
 
 from phalanx.core import registry
 from phalanx.core.errors import PhalanxError
-from phalanx.core.files import disk_problem, write_json_atomic
+from phalanx.core.files import REFUSALS_THAT_LAST, disk_problem, write_json_atomic
 from phalanx.core.secrets import Redactor
 
 # How torch words it when the fault lies with another rank. Only torch's own RuntimeErrors are looked at: the same
@@ -49,11 +49,14 @@ class ErrorReport:
         write_json_atomic(path, asdict(self), durable=False)
 
 
-def describe(error: BaseException) -> ErrorReport:
-    """The report of `error`: no frames that only led into the user's code, no secrets of the environment."""
+def describe(error: BaseException, run_dir: Path | None = None) -> ErrorReport:
+    """The report of `error`: no frames that only led into the user's code, no secrets of the environment.
+
+    What a disk refuses the run itself, in `run_dir` or elsewhere, it would refuse again: that is a ResourceError.
+    """
     redactor = Redactor(os.environ)
     lines = traceback.format_exception(type(error), error, _inner(error))
-    error = disk_problem(error, "training") or error  # starting again would find the same disk
+    error = disk_problem(error, "training", refusals=REFUSALS_THAT_LAST, run_dir=run_dir) or error
     ours = isinstance(error, PhalanxError)
     message = redactor.text(_words_of(error))
     name = type(error).__qualname__

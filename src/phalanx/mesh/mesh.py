@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from phalanx.core.digest import differing_keys, digest
 from phalanx.core.errors import EnvironmentProblem, RanksDifferError
-from phalanx.core.launchers import adopt_launched_rank
+from phalanx.core.launchers import SUPERVISED, adopt_launched_rank
 from phalanx.mesh.compat import default_group_timeout, quiet_torch, set_timeouts
 from phalanx.mesh.malloc import return_large_blocks
-from phalanx.mesh.rendezvous import RENDEZVOUS_S, join, open_store, wait_for_all
+from phalanx.mesh.rendezvous import RENDEZVOUS_S, join, open_store, refuse_shared_gpus, wait_for_all
 from phalanx.plan.layout import AXES, Layout
 
 PIPELINE_VARIABLES = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
@@ -208,12 +208,17 @@ def choose_device(kind: str, local_rank: int) -> torch.device:
         if not torch.cuda.is_available():
             raise EnvironmentProblem("no CUDA device is available", fix="use cluster.device=cpu")
         count = torch.cuda.device_count()
-        if count == 1 and "PHALANX_ATTEMPT" not in os.environ:
+        if count == 1 and SUPERVISED not in os.environ:
             return torch.device("cuda", 0)  # a launcher that shows each of its ranks the one GPU it may use
         if local_rank >= count:
             raise EnvironmentProblem(f"local rank {local_rank} has no GPU", why=f"this machine has {count}")
         return torch.device("cuda", local_rank)
     return torch.device("cpu")
+
+
+def name_gpu(device: torch.device) -> str:
+    """The UUID of a GPU: what its number stands for, which each rank may count from another list."""
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 @contextlib.contextmanager
@@ -256,6 +261,8 @@ def open_mesh(
         store = store or open_store(rendezvous_s=rendezvous_s)
         # Before the device: making its context takes seconds, one after another on a machine with several GPUs.
         wait_for_all(store, rank, world_size, rendezvous_s=rendezvous_s, timeout_s=timeout_s)
+        if where.type == "cuda":
+            refuse_shared_gpus(store, rank, world_size, name_gpu(where))
     # Ranks with a GPU compute on the CPU, too: an offloaded optimizer, initial weights, norms. The server that forks
     # them has one thread, and what OMP_NUM_THREADS says afterwards torch no longer reads by itself.
     torch.set_num_threads(threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)))

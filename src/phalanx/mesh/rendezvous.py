@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import json
 import os
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
@@ -17,6 +20,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Another launcher's ranks wait for containers, images and file systems of many machines.
 RENDEZVOUS_S = 300.0
 SUPERVISED_RENDEZVOUS_S = 20.0
+READ_TIMEOUT_S = 20.0
 
 
 def wait_for_all(store: dist.Store, rank: int, world_size: int, *, rendezvous_s: float, timeout_s: float) -> None:
@@ -36,6 +40,41 @@ def wait_for_all(store: dist.Store, rank: int, world_size: int, *, rendezvous_s:
     # NCCL makes a communicator at the first use of its group, through the store: whoever is late by then, because of a
     # slow first batch or compilation, is late to a collective and not to the rendezvous.
     store.set_timeout(datetime.timedelta(seconds=timeout_s))
+
+
+def refuse_shared_gpus(store: dist.Store, rank: int, world_size: int, gpu: str) -> None:
+    """Return when all ranks have named their GPU. Raises EnvironmentProblem, on each of them, where two have the same.
+
+    NCCL would refuse it too, in words about a bus, and only at the first collective.
+    """
+    store.set(f"gpu/{rank}", json.dumps([socket.gethostname(), gpu]))
+    keys = [f"gpu/{r}" for r in range(world_size)]
+    store.wait(keys)
+    problem = find_shared_gpu([tuple(json.loads(place)) for place in store.multi_get(keys)])
+    if problem is None:
+        return
+    store.set(f"gpu_read/{rank}", "1")
+    with contextlib.suppress(dist.DistError):  # this rank may hold the store that the others read from
+        store.wait([f"gpu_read/{r}" for r in range(world_size)], datetime.timedelta(seconds=READ_TIMEOUT_S))
+    raise problem
+
+
+def find_shared_gpu(places: Sequence[tuple[str, str]]) -> EnvironmentProblem | None:
+    """What is wrong with the GPUs of all ranks, each given as its host and its UUID: two ranks have the same one."""
+    ranks_of: dict[tuple[str, str], list[int]] = {}
+    for rank, place in enumerate(places):
+        ranks_of.setdefault(place, []).append(rank)
+    shared = next(((place, ranks) for place, ranks in ranks_of.items() if len(ranks) > 1), None)
+    if shared is None:
+        return None
+    (host, gpu), ranks = shared
+    first, last = ", ".join(map(str, ranks[:-1])), ranks[-1]
+    return EnvironmentProblem(
+        f"ranks {first} and {last} have the same GPU",
+        where=host,
+        why=f"its UUID is {gpu}",
+        fix="start as many ranks as there are GPUs, and see CUDA_VISIBLE_DEVICES",
+    )
 
 
 def join(store: dist.Store, rank: int, world_size: int, device: torch.device, *, timeout_s: float) -> None:
