@@ -345,6 +345,7 @@ def all_arrive_before_the_device(rank: int, port: int) -> list[str]:
         raise RuntimeError("there is none")
 
     torch.cuda.set_device = set_device  # type: ignore[assignment]
+    mesh_file.name_gpu = lambda device: f"GPU-{rank}"  # type: ignore[assignment]
     store = open_store(rendezvous_s=30)
     with contextlib.suppress(RuntimeError), open_mesh(Layout(dp_replicate=2), device="cuda", store=store):
         pass
@@ -410,16 +411,15 @@ def refuse_to_join(*args: Any, **more: Any) -> None:
 
 def join_with_gpu(rank: int, gpus: list[str], port: int) -> str:
     """What a rank of another launcher's is told that has a GPU (which there is not)."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    dist.destroy_process_group()
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
     mesh_file.choose_device = lambda kind, local_rank: torch.device("cuda", 0)  # type: ignore[assignment]
     mesh_file.name_gpu = lambda device: gpus[rank]  # type: ignore[assignment]
     mesh_file.join = refuse_to_join  # type: ignore[assignment]
     torch.cuda.set_device = lambda device: None  # type: ignore[assignment]
     with pytest.raises(EnvironmentProblem) as caught, open_mesh(Layout(dp_shard=2), rendezvous_s=60):
         pass
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # what run_ranks leaves
     return str(caught.value)
 
 
