@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -119,3 +119,9 @@ def test_the_warning_says_which_numbers_change_the_loss(
 
 def test_facts_pass_through_json() -> None:
     assert RowFacts(**asdict(RowFacts("model", "x"))) == RowFacts("model", "x")
+
+
+def test_what_is_too_large_in_itself_is_not_built_however_short_its_rows_are() -> None:
+    job = job_of("contrastive")
+    plan = plan_of(job)
+    assert check_rows(job, replace(plan, num_params=2 * 10**8), sample_batch(job, plan)) == RowFacts()

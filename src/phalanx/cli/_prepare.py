@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from phalanx.cli._needs import check_needs
 from phalanx.cli._next import after_training, this_command
 from phalanx.cli._output import say
 from phalanx.cli._resume import Resumed
+from phalanx.cli._rows import warnings_of_rows
 from phalanx.cli._summary import summary_lines
 from phalanx.cli._tokens import find_tokens
 from phalanx.core.errors import (
@@ -100,6 +101,7 @@ def prepared_run(job: Job, run_dir: Path, *, resume: bool, num_ranks: int | None
             more=tokens.remarks(corpus),
         )
         _refuse_images(corpus, plan.model_shape)
+        plan = replace(plan, warnings=(*plan.warnings, *warnings_of_rows(job, plan, ask=not resume)))
         if not resume:
             open_run_directory(run_dir, needed_bytes=plan.num_params * CHECKPOINT_BYTES_PER_PARAM)
         initial, init_lines = _initial_weights(job, plan, run_dir)

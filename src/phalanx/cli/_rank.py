@@ -46,9 +46,7 @@ from phalanx.observe.bus import CLOSE_AFTER_ERROR_S, CLOSE_MORE_S, Bus, OpenSink
 from phalanx.observe.events import CheckpointUnusable, Note, RunStarted, TextGenerated
 from phalanx.observe.progress import ProgressTeller
 from phalanx.optim.build import build_optimizer
-from phalanx.parallel.model import Batch
 from phalanx.parallel.parallelize import parallelize, transforms
-from phalanx.plan.mixed_rows import has_own_code, row_warnings
 from phalanx.plan.plan import Plan
 from phalanx.resilience.fault import fault_listener
 from phalanx.resilience.guards import SkippedStepsGuard
@@ -57,7 +55,6 @@ from phalanx.train.memory import MemoryMeter
 from phalanx.train.state import TrainState
 from phalanx.train.stop import StopFlags
 from phalanx.train.trainer import Trainer
-from phalanx.verify.rows import MAX_ROWS, check_rows
 
 transforms()  # imported in the server, once, instead of in every rank
 
@@ -170,7 +167,6 @@ def _train(
                 held_out=open_held_out(job, plan, mesh, corpus),
                 source_weights=dict(zip(corpus.names, corpus.weights, strict=True)),
                 records=data.record,
-                on_first_batch=_rows_check(job, plan, mesh, bus),
                 guards=(SkippedStepsGuard(job.resilience.max_skipped_steps),),
                 stop=stop,
                 run_dir=run_dir,
@@ -197,19 +193,6 @@ def _train(
         if all_go_on:
             mesh.barrier()
     return {"finished": ExitCode.OK, "sigterm": ExitCode.PREEMPTED, "sigint": ExitCode.INTERRUPTED}[ended]
-
-
-def _rows_check(job: Job, plan: Plan, mesh: Mesh, bus: Bus) -> Callable[[Sequence[Batch]], None] | None:
-    """What rank 0 does with the first microbatches where user code makes the loss: it says whether rows are mixed."""
-    if mesh.rank != 0 or not has_own_code(job):
-        return None
-
-    def check(microbatches: Sequence[Batch]) -> None:
-        rows = {key: torch.cat([each[key][:MAX_ROWS] for each in microbatches[:MAX_ROWS]]) for key in microbatches[0]}
-        for warning in row_warnings(check_rows(job, plan, rows), job, plan):
-            bus.emit(Note("warning", {"warning": warning.code, "text": warning.text, "why": warning.text}))
-
-    return check
 
 
 def build_state(job: Job, plan: Plan, mesh: Mesh, phases: Phases, *, tokenizer: str = "") -> TrainState:

@@ -1,4 +1,4 @@
-"""What `phalanx plan` says of a loss whose rows see each other: tried in another process, and kept. Torch-free."""
+"""What plan and train say of a loss whose rows see each other: tried in another process, and kept. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,28 +12,35 @@ from phalanx.core.files import read_json, write_json_atomic
 from phalanx.core.registry import is_foreign
 from phalanx.job.foreign import SHAPE_CACHE, ask_process, last_line, sources_of, states_of
 from phalanx.job.schema import Job
-from phalanx.plan.mixed_rows import RowFacts, has_own_code, row_warnings
+from phalanx.plan.mixed_rows import MAX_PARAMS, RowFacts, has_own_code, row_warnings
 from phalanx.plan.plan import Plan
 from phalanx.plan.warnings import EarlyWarning
 
 PROBE = "phalanx.verify.rows_probe"
+TIMEOUT_S = 60.0  # a run waits for it before its ranks start
 
 
-def warnings_of_rows(job: Job, plan: Plan) -> tuple[EarlyWarning, ...]:
-    """Nothing for what phalanx brings itself, and for what cannot be tried: a run says what is wrong with it."""
-    if not has_own_code(job):
+def warnings_of_rows(job: Job, plan: Plan, *, ask: bool = True) -> tuple[EarlyWarning, ...]:
+    """Nothing for what phalanx brings itself, and for what cannot be tried: a run says what is wrong with it.
+
+    Without `ask`, user code is not called: only an answer that is kept from before counts.
+    """
+    if not has_own_code(job) or plan.num_params > MAX_PARAMS:
         return ()
-    return row_warnings(_facts_of_rows(job, plan), job, plan)
+    return row_warnings(_facts_of_rows(job, plan, ask), job, plan)
 
 
-def _facts_of_rows(job: Job, plan: Plan) -> RowFacts:
+def _facts_of_rows(job: Job, plan: Plan, ask: bool) -> RowFacts:
     cached = _cache_file(job, plan)
     try:
         return RowFacts(**read_json(cached))
     except (OSError, ValueError, TypeError):
         pass
+    if not ask:
+        return RowFacts()
+    request = {"job": job.to_json(), "plan": plan.to_json()}
     try:
-        facts = RowFacts(**json.loads(last_line(ask_process(PROBE, {"job": job.to_json(), "plan": plan.to_json()}))))
+        facts = RowFacts(**json.loads(last_line(ask_process(PROBE, request, TIMEOUT_S))))
     except (ChildProcessError, ValueError, TypeError):
         return RowFacts()
     try:

@@ -12,6 +12,7 @@ from phalanx.plan.warnings import EarlyWarning
 if TYPE_CHECKING:
     from phalanx.plan.plan import Plan
 
+MAX_PARAMS = 10**8  # of a module that is built whole, in fp32, to try it: 400 MB
 MIXED = (
     "{who} lets the rows of a batch see each other: the loss of a batch is not that of its parts. Of {batch} rows each "
     "part of {part} is computed by itself, so {ranks} data-parallel ranks x {parts} microbatches change the loss, and "

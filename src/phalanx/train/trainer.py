@@ -70,9 +70,8 @@ class Trainer:
     """Advances a TrainState to the job's last step, evaluating `held_out` on the way and at the end if it is given.
 
     `source_weights`: what each source of `held_out` counts in the loss over all; without them, what its targets are.
-    `run_dir=None` never saves. `records(step)` is what else there is to say of a step that is done; `on_first_batch`
-    sees the microbatches of the first step before they are computed. Events go to `bus`; nothing here formats text or
-    knows who reads.
+    `run_dir=None` never saves. `records(step)` is what else there is to say of a step that is done. Events go to
+    `bus`; nothing here formats text or knows who reads.
     """
 
     def __init__(
@@ -94,7 +93,6 @@ class Trainer:
         fence: Fence | None = None,
         records: Callable[[int], Sequence[Event]] = lambda step: (),
         memory: MemoryMeter | None = None,
-        on_first_batch: Callable[[Sequence[Mapping[str, torch.Tensor]]], None] | None = None,
     ) -> None:
         self.job, self.plan, self.mesh, self.state, self.bus = job, plan, mesh, state, bus
         self.data, self.objective, self.guards = data, objective, tuple(guards)
@@ -102,7 +100,6 @@ class Trainer:
         self.run_dir, self.epoch, self.records, self.source_weights = run_dir, epoch, records, source_weights
         self.phases: Phases = state.model.phases
         self._memory = memory or MemoryMeter()
-        self._on_first_batch = on_first_batch
         self._saves = self._open_saves() if run_dir is not None else None
         self._best = Best(job, mesh, bus, run_dir)
         self._evaluator = self._open_evaluator(held_out) if held_out is not None else None
@@ -166,12 +163,6 @@ class Trainer:
         seed_generators("step", self.state.seed, step, self.mesh.data_parallel_rank)
         with self.phases("data"):
             microbatches = self.data.step_microbatches(step)
-        if self._on_first_batch is not None:
-            began = time.perf_counter()
-            with self.phases.apart():  # it is no part of what a step costs
-                self._on_first_batch(microbatches)
-            self._on_first_batch = None
-            self._recorded_s += time.perf_counter() - began
         model, optimizer = self.state.model, self.state.optimizer
         sums = model.forward_backward(microbatches, self.objective, step=step)
         facts = model.finish_step(sums, max_norm=self.job.optim.clip_norm, votes=self._votes())

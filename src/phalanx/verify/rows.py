@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from phalanx.job.schema import Job
-from phalanx.plan.mixed_rows import RowFacts, has_own_code
+from phalanx.plan.mixed_rows import MAX_PARAMS, RowFacts, has_own_code
 from phalanx.plan.plan import Plan
 from phalanx.verify.job_loss import JobLoss
 from phalanx.verify.masks import Definition
@@ -41,7 +41,8 @@ def check_rows(job: Job, plan: Plan, batch: Batch) -> RowFacts:
     """
     batch = {key: tensor[:MAX_ROWS].detach().cpu() for key, tensor in batch.items()}
     num_rows = len(next(iter(batch.values())))
-    if num_rows < 2 or not has_own_code(job) or plan.num_params * num_rows * plan.seq_len > MAX_WORK:
+    is_too_large = plan.num_params > MAX_PARAMS or plan.num_params * num_rows * plan.seq_len > MAX_WORK
+    if num_rows < 2 or not has_own_code(job) or is_too_large:
         return RowFacts()
     is_built = False
     try:

@@ -1,4 +1,4 @@
-"""`python -m phalanx.verify.rows_probe JSON`: what a job's loss does with the rows of a batch, for `phalanx plan`.
+"""`python -m phalanx.verify.rows_probe JSON`: what a job's loss does with the rows of a batch, for plan and train.
 
 The process stands for rank 0 of two, so that code which asks for ranks before it calls a collective is seen to.
 """
