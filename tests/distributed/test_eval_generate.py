@@ -76,7 +76,9 @@ def plain_greedy(module: torch.nn.Module, prompt: list[int], count: int, context
     return ids[len(prompt) :]
 
 
-@pytest.mark.parametrize(("name", "step"), [("run", 20), ("run/checkpoints/step-10", 10)])
+@pytest.mark.parametrize(
+    ("name", "step"), [("run", 20), pytest.param("run/checkpoints/step-10", 10, marks=pytest.mark.long)]
+)
 def test_an_evaluation_is_that_of_the_run(folder: Path, name: str, step: int) -> None:
     """To the last bit in the run's layout, of the newest checkpoint and of one that is named."""
     told = [e.event for e in events(folder / "run", EvalFinished)]
@@ -89,6 +91,7 @@ def test_an_evaluation_is_that_of_the_run(folder: Path, name: str, step: int) ->
     assert facts["unit"] == "nats/token"
 
 
+@pytest.mark.long
 def test_another_layout_gives_the_same_loss_and_says_so(folder: Path) -> None:
     done = run("eval", "run", "parallel.tp=2", cwd=folder)
     assert done.code == 0, done.err
@@ -115,6 +118,7 @@ def test_the_next_line_of_a_run_works_as_it_is(folder: Path) -> None:
     assert again.out.startswith("The ")
 
 
+@pytest.mark.long
 def test_all_of_another_text_is_evaluated_with_the_runs_tokenizer(folder: Path) -> None:
     facts = facts_of(run("eval", "run", "data.source=other.txt", "parallel.ranks=1", "--json", cwd=folder))
     ids = [*OTHER.encode(), 256]

@@ -56,6 +56,7 @@ def test_a_hostile_exception_and_hostile_names(tmp_path: Path) -> None:
     assert json.loads(again.out)["schema"] == "phalanx.run/1"
 
 
+@pytest.mark.long
 def test_on_a_terminal(tmp_path: Path) -> None:
     """The bar moves the cursor, and nothing else does."""
     (tmp_path / "hostile_model.py").write_text(CODE)

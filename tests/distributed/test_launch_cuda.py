@@ -51,6 +51,7 @@ def test_a_module_that_begins_cuda_is_left_to_the_ranks(run: Run, driver: Path) 
     assert [code for code, _ in said].count("server_ready") == 1
 
 
+@pytest.mark.long
 def test_a_driver_that_is_only_loaded_is_no_obstacle(run: Run, driver: Path) -> None:  # noqa: F811
     outcome = run.supervise("uses_the_driver", preload=("loads_driver",), payload={"driver": str(driver)})
     assert outcome.exit_code == 0, outcome.message

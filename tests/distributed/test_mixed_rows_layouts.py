@@ -61,7 +61,7 @@ def test_an_objective_that_gathers_by_itself_is_refused_by_name(tmp_path: Path) 
     assert "warn    the loss calls all_gather (mixing.py:" in planned.out
 
 
-@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("persistent", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_buffer_that_the_forward_moves_is_named(tmp_path: Path, persistent: bool) -> None:
     code, row = judged(
         tmp_path,

@@ -53,7 +53,7 @@ def train_in_one_queue(rank: int, num_ranks: int, cases: list[Case], references:
     return in_pipelines(rank, num_ranks, cases, references)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_every_schedule_ends_with_equal_weights_where_receives_block(num_ranks: int) -> None:
     reference = run_ranks(1, compute_reference)[0]
     cases = [Case(name, decoder, {"pp": num_ranks, "schedule": name}, reference="bare loop") for name in SCHEDULES]
