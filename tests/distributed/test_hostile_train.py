@@ -9,6 +9,8 @@ import re
 import select
 from pathlib import Path
 
+import pytest
+
 from commands import TINY, environment, run, start, write_text
 from hostile import EVIL, EVIL_NAME, moves_a_cursor
 
