@@ -317,6 +317,8 @@ VERBS: dict[tuple[str, ...], Callable[[Path], Iterable[tuple[object, ...]]]] = {
     ("init",): lambda d: [(d / "job.toml",)],
     ("plan",): lambda d: [(d / "job.toml",), (f"model.init_from={d}",), (f"data.tokenizer={d}", "--explain")],
     ("report",): lambda d: [(d,)],
+    ("eval",): lambda d: [(d,), (d / "checkpoints" / "step-1",)],
+    ("generate",): lambda d: [(d, "--prompt", "a"), (d / "checkpoints" / "step-1", "--prompt", "a")],
     ("verify",): lambda d: [(d / "job.toml",), (f"model.init_from={d}", "--ranks", "1")],
     ("train",): lambda d: [
         *((d / "job.toml",), ("--resume", d)),

@@ -118,6 +118,6 @@ _CHECKS: Mapping[str, Callable[[Any], object]] = {
     "imported_from": text,
     "optimizer": _check_optimizer,
     "loss_scale": _check_loss_scale,
-    "model_shape": mapping,
+    "model_shape": lambda value: value is None or mapping(value),  # tensors that came without a config.json have none
     "hugging_face": lambda value: value is None or mapping(value),
 }
