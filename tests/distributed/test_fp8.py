@@ -23,6 +23,7 @@ from phalanx.nn.objective import causal_cross_entropy
 from phalanx.parallel.fp8 import Float8, convert, is_suited, require_device
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.cluster import Cluster, compute_capability
+from phalanx.plan.nvidia import Gpu
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from ranks import run_ranks
@@ -199,8 +200,11 @@ def test_without_torchao_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "found"), [("9.0\n8.6\n", (8, 6)), ("", None), ("[N/A]\n", None), ("10.0\n", (10, 0))]
+    ("capabilities", "found"), [([(9, 0), (8, 6)], (8, 6)), ([], None), ([(0, 0)], None), ([(10, 0)], (10, 0))]
 )
-def test_the_least_able_gpu_counts(said: str, found: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.plan.cluster._nvidia_smi", lambda what: said.splitlines())
+def test_the_least_able_gpu_counts(
+    capabilities: list[tuple[int, int]], found: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = [Gpu("one", 1, "", capability) for capability in capabilities]
+    monkeypatch.setattr("phalanx.plan.cluster.visible_gpus", lambda: gpus)
     assert compute_capability() == found
