@@ -228,7 +228,7 @@ def test_a_save_beside_training_does_not_tell_listeners_of_training() -> None:
     anywhere: list[tuple[int, str]] = []
     phases = Phases(None, (lambda *at: anywhere.append(at),), of_training=(lambda *at: training.append(at),))
     phases.step = 7
-    with phases("forward"), phases.beside(5)("save"):
+    with phases("forward"), phases.beside(5)("ckpt_write"):
         pass
     assert training == [(7, "forward")]
-    assert anywhere == [(7, "forward"), (5, "save")]
+    assert anywhere == [(7, "forward"), (5, "ckpt_write")]
