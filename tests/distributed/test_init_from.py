@@ -173,9 +173,10 @@ def test_another_type_is_rounded_only_when_asked(place: Path, tmp_path: Path) ->
 
 
 def test_a_plan_says_where_training_starts_and_what_no_shape_shows(
-    place: Path, capsys: pytest.CaptureFixture[str]
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another base of the rotary positions fits every tensor, and is another model."""
+    monkeypatch.chdir(place)
     keys = ("plan", *KEYS, f"model.init_from={place / 'source'}")
     assert phalanx([*keys, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["initial"]

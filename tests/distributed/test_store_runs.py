@@ -232,7 +232,7 @@ def test_a_claim_that_was_lost_is_noticed_before_anything_is_loaded(
 
 def test_what_cannot_be_written_is_said_before_anything_starts(story: Story) -> None:
     done = story.phalanx("train", *JOB, "run.dir=other", "checkpoint.url=s3://no-such-bucket/run")
-    assert done.code == 5
+    assert done.code == 7
     assert "bucket does not exist" in done.problem
     assert not (story.folder / "other").exists()
 

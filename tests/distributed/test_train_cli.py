@@ -114,8 +114,11 @@ def test_a_run_ends_well_and_says_where_it_is_first_and_last(house: House) -> No
 def test_a_pipe_gets_plain_lines(house: House) -> None:
     out = house.done["ddp"].out
     assert not [letter for letter in out if ord(letter) < 32 and letter != "\n"]
-    steps = re.findall(r"^step (\d+)/20  loss [\d.]+  lr \S+  norm [\d.]+ .* tok/s .*eta .*mem ", out, re.MULTILINE)
-    assert steps == ["1", "10", "20"]
+    steps = re.findall(r"^step (\d+)/20  loss [\d.]+  lr \S+  norm [\d.]+  (.+)  eta (.+)  mem ", out, re.MULTILINE)
+    assert [step for step, _, _ in steps] == ["1", "10", "20"]
+    (_, first, first_eta), *others = steps
+    assert (first.endswith("for this step, warming up"), first_eta) == (True, "not known yet")
+    assert all("tok/s" in pace and eta[0].isdigit() for _, pace, eta in others)
 
 
 def test_the_held_out_loss_stands_beside_its_baselines(house: House) -> None:

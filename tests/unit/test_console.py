@@ -8,10 +8,13 @@ import re
 import subprocess
 import sys
 from dataclasses import fields
+from typing import TextIO, cast
 
 import pytest
 
+from hostile import EVIL, moves_a_cursor
 from phalanx.core.printable import printable
+from phalanx.core.terminal import SafeStream
 from phalanx.job.schema import Job
 from phalanx.observe import events
 from phalanx.observe.console import Console, open_console
@@ -42,6 +45,25 @@ def test_letters_of_any_script_stay_and_what_moves_a_cursor_goes() -> None:
     kept = "\u0646\u06cc\u0645\u200c\u0641 \U0001f468\u200d\U0001f467 \u5168\u89d2\u3000a\u00a0b"
     assert printable(kept) == kept
     assert printable("a\x1b[31mb\tc\u202ed\u2066e\x9bf") == "a [31mb c d e f"
+
+
+def test_a_bar_behind_the_filter_of_standard_output_moves_and_what_it_tells_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What every verb does: standard output is filtered before a console is opened on it."""
+    monkeypatch.setenv("A_TOKEN", "s3cr3t-s3cr3t")
+    stream = io.StringIO()
+    filtered = cast(TextIO, SafeStream(stream))
+    console = open_console(filtered, total_steps=10, log_every=1, is_terminal=True)
+    console.say(f"a rank says {EVIL} and s3cr3t-s3cr3t")
+    console.write(step(3))
+    console.close()
+    shown = stream.getvalue()
+    said, _, bar = shown.partition("\x1b[?25l")
+    assert "a rank says" in said
+    assert moves_a_cursor(said) == []
+    assert "3/10" in bar[: bar.index("\x1b[?25h")]
+    assert "s3cr3t" not in shown
 
 
 def test_one_line_each_log_every_steps_and_at_both_ends() -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TextIO, cast
 
 from phalanx.core.printable import printable
+from phalanx.core.terminal import unfiltered
 from phalanx.core.units import format_bytes, format_count, format_seconds
 from phalanx.observe import events
 from phalanx.observe.activity import Activity
@@ -56,7 +57,8 @@ def open_console(
     quiet = QuietStream(stream)
     if not is_terminal:
         return PlainConsole(quiet, Pace(total_steps, units), log_every)
-    screen = open_screen(cast(TextIO, quiet), soft_wrap=True)
+    # The bar's own movements of the cursor must reach the terminal; the screen filters the texts that it draws.
+    screen = open_screen(cast(TextIO, QuietStream(unfiltered(stream))), soft_wrap=True)
     if screen.is_dumb_terminal:
         return PlainConsole(quiet, Pace(total_steps, units), log_every)
     return LiveConsole(screen, Pace(total_steps, units))

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any, TextIO
 
 from phalanx.core.printable import printable_text
+from phalanx.core.secrets import Redactor
 from phalanx.core.terminal import unfiltered
 
 
 def open_screen(stream: TextIO, **options: Any) -> Any:
-    """A rich Console on `stream` that obeys no markup, and draws no control characters but rich's own.
+    """A rich Console on `stream` that obeys no markup, draws no control characters but rich's own, and no secret.
 
     rich is imported here, and only when something is drawn.
     """
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
 
+    redactor = Redactor(os.environ)
+
     class SafeConsole(Console):
         """Everything that is drawn passes `render` as segments: texts, and rich's own movements of the cursor."""
 
         def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
             for text, style, control in super().render(renderable, options):
-                yield Segment(text if control else printable_text(text), style, control)
+                yield Segment(text if control else printable_text(redactor.text(text)), style, control)
 
     return SafeConsole(
         file=unfiltered(stream), force_terminal=True, highlight=False, markup=False, emoji=False, **options
