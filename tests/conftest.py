@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import signal
 import subprocess
 import sys
@@ -14,8 +15,10 @@ sys.path.insert(0, str(Path(__file__).parent))  # for `ranks` and other helpers 
 
 import marks
 from commands import nursery
-from warm import popen
+from warm import popen, source_of_phalanx
 
+# Commands start by the hundred. Where Python keeps no bytecode by itself, each would compile our source again.
+compileall.compile_dir(source_of_phalanx(), quiet=2)
 torch.set_num_threads(1)
 # A shell that starts the tests in the background ignores Ctrl-C for them, and every command they start would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -37,16 +37,23 @@ AT_START = (
     *("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "ATEN_", "ONEDNN_", "DNNL_"),
     *("TORCH", "PYTORCH", "LD_", "MALLOC_", "GLIBC_", "CUDA_", "GOMP_"),
 )
-NOT_AT_START = ("PYTHONPATH",)
+NOT_AT_START = (
+    "PYTHONPATH",
+    *("PYTORCH_NVML_BASED_CUDA_CHECK", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),  # read where CUDA starts
+)
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 MAX_BYTES, MAX_FDS, FAR = 1 << 18, 16, 200
 
 
-def _home() -> str:
-    """Where the phalanx is that this process imports."""
+def source_of_phalanx() -> Path:
+    """The folder of the phalanx that this process imports."""
     found = importlib.util.find_spec("phalanx")
     assert found is not None
-    return str(found.origin)
+    return Path(str(found.origin)).parent
+
+
+def _home() -> str:
+    return str(source_of_phalanx())
 
 
 def at_start(env: Mapping[str, str]) -> dict[str, str]:

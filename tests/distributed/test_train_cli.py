@@ -288,7 +288,7 @@ def test_a_compiled_model_has_the_same_curve(house: House, tmp_path: Path) -> No
 @pytest.mark.long
 def test_no_arguments_train_the_default_job(tmp_path: Path) -> None:
     """The first thing anybody does. The model beats an interpolated trigram by 0.15 nats per byte, within minutes."""
-    done = run("train", cwd=tmp_path)
+    done = finish(start("train", cwd=tmp_path), deadline_s=900)
     assert done.code == 0, done.err
     (run_dir,) = (tmp_path / "runs").iterdir()
     found = [envelope.event for envelope in events(run_dir)]
