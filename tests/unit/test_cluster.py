@@ -19,7 +19,8 @@ from phalanx.plan.cluster import compute_capability, detect_cluster
 nvidia.PATIENCE_S = float(sys.argv[2])
 try:
     found = detect_cluster(sys.argv[1])
-    print(json.dumps([*dataclasses.astuple(found), compute_capability() if found.device == "cuda" else None]))
+    assert found.capability == (compute_capability() if found.device == "cuda" else None)
+    print(json.dumps(dataclasses.astuple(found)))
 except PhalanxError as error:
     print(json.dumps({"code": int(error.exit_code), "said": str(error)}))
 """

@@ -147,7 +147,10 @@ FIRES = {
         ),
     ],
     "fp32_on_gpu": [
-        ({"overrides": OWN, "cluster": GPU, "num_params": 50_000_000}, ["50.0 M parameters", "precision.compute=bf16"])
+        (
+            {"overrides": (*OWN, "precision.compute=fp32"), "cluster": GPU, "num_params": 50_000_000},
+            ["50.0 M parameters", "precision.compute=bf16"],
+        )
     ],
     "pipeline_bubble": [
         (  # equal stages would wait 3 / (2 + 3)
@@ -205,8 +208,9 @@ SILENT = [
     ("evaluated_at_the_end_only", {"overrides": ("train.steps=60", "eval.every_steps=60")}),
     ("saves_never_come", {"overrides": ("train.steps=60", "checkpoint.every_steps=60")}),
     ("fp32_on_gpu", {"overrides": (*OWN, "precision.compute=bf16"), "cluster": GPU, "num_params": 50_000_000}),
-    ("fp32_on_gpu", {"overrides": OWN, "num_params": 50_000_000}),
-    ("fp32_on_gpu", {"overrides": OWN, "cluster": GPU}),
+    ("fp32_on_gpu", {"overrides": (*OWN, "precision.compute=fp32"), "num_params": 50_000_000}),
+    ("fp32_on_gpu", {"overrides": (*OWN, "precision.compute=fp32"), "cluster": GPU}),
+    ("fp32_on_gpu", {"overrides": OWN, "cluster": GPU, "num_params": 50_000_000}),  # a reason of the plan says why
     ("pipeline_bubble", {"overrides": PIPELINE}),
     ("pipeline_compiled", {"overrides": (*PIPELINE, "train.compile=true")}),
     ("pipeline_compiled", {"overrides": (*PIPELINE, "parallel.schedule=interleaved-zero-bubble")}),

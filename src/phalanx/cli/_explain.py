@@ -26,6 +26,7 @@ from phalanx.plan.cluster import detect_cluster
 from phalanx.plan.pipeline.planned import Pipeline
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
+from phalanx.plan.precision import resolve_precision
 
 SCHEMA = "phalanx.explain/1"
 MAX_VALUE = 44  # characters; --json has all of them
@@ -169,6 +170,10 @@ def _pipeline(job: Job, pipeline: Pipeline) -> dict[str, tuple[Any, str]]:
 
 def _machine(job: Job, plan: Plan) -> list[Explained]:
     found = []
+    if job.precision.compute == "auto":
+        _, why = resolve_precision(job, detect_cluster(job.cluster.device))
+        why = why.partition(": ")[2] or "CPUs compute in it unless told otherwise"
+        found.append(Explained("precision.compute", plan.precision, "derived", why=why))
     if job.cluster.device == "auto":
         why = "there are GPUs" if plan.device == "cuda" else "there is no GPU"
         found.append(Explained("cluster.device", plan.device, "derived", why=why))

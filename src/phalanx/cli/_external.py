@@ -35,6 +35,7 @@ from phalanx.mesh.rendezvous import RENDEZVOUS_S, open_store
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import RESUMED, Note
 from phalanx.plan.plan import Plan
+from phalanx.plan.precision import with_precision
 
 PREPARE_TIMEOUT_S = 600.0
 READ_TIMEOUT_S = 20.0
@@ -63,7 +64,7 @@ def train_as_rank(job: Job, run_dir: Path, launched: ExternalRanks, resumed: Res
             told = {"run_dir": str(run_dir), "plan": prepared.plan.to_json(), "attempt": attempt, "epoch": epoch}
             decision.tell(told)
             holder = asdict(prepared.lock.holder)
-            run = RankRun(job, prepared.plan, run_dir, 0, attempt, began_s, epoch, holder)
+            run = RankRun(prepared.job, prepared.plan, run_dir, 0, attempt, began_s, epoch, holder)
             return _lead(prepared, run, store, resumed)
     except PhalanxError as error:
         decision.tell({"error": str(error), "exit_code": int(error.exit_code)})
@@ -155,6 +156,7 @@ def _follow(job: Job, ranks: RankEnv, store: Any, began_s: float) -> int:
     if "error" in decision:  # rank 0 has said it
         return int(decision["exit_code"])
     plan, run_dir = Plan.from_json(decision["plan"]), Path(decision["run_dir"])
+    job = with_precision(job, plan.precision)  # what it leaves open, rank 0 has decided for all
     attempt, epoch = int(decision["attempt"]), int(decision["epoch"])
     try:
         return _run_rank(RankRun(job, plan, run_dir, ranks.rank, attempt, began_s, epoch), store=store)

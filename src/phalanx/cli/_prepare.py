@@ -21,7 +21,7 @@ from phalanx.cli._initial import INIT, find_initial, told_shape
 from phalanx.cli._needs import check_needs
 from phalanx.cli._next import after_training, this_command
 from phalanx.cli._output import say
-from phalanx.cli._resume import Resumed
+from phalanx.cli._resume import Resumed, plan_of_run
 from phalanx.cli._rows import warnings_of_rows
 from phalanx.cli._summary import summary_lines
 from phalanx.cli._tokens import find_tokens
@@ -51,6 +51,7 @@ from phalanx.plan.cluster import detect_cluster
 from phalanx.plan.describe import describe
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
+from phalanx.plan.precision import keep_precision, with_precision
 from phalanx.report.page import write_report
 
 CHECKPOINT_BYTES_PER_PARAM = 12  # fp32 weights and two moments
@@ -78,6 +79,9 @@ def prepared_run(job: Job, run_dir: Path, *, resume: bool, num_ranks: int | None
     """Plan, lock the run directory and prepare the data. What cannot start leaves nothing behind."""
     _refuse_a_run_that_is_there(run_dir, resume)
     cluster = detect_cluster(job.cluster.device)
+    before = plan_of_run(run_dir) if resume else None
+    if before is not None and job.precision.compute == "auto":  # started again with the job file: the run has begun
+        job = with_precision(job, before.precision)
     shape = foreign_shape(job)
     check_needs(job, cluster.device)
     refuse_other_data(job, shape)
@@ -101,6 +105,8 @@ def prepared_run(job: Job, run_dir: Path, *, resume: bool, num_ranks: int | None
             more=tokens.remarks(corpus),
         )
         _refuse_images(corpus, plan.model_shape)
+        plan = keep_precision(plan, before, cluster)
+        job = with_precision(job, plan.precision)  # a run is known by it, wherever it goes on
         plan = replace(plan, warnings=(*plan.warnings, *warnings_of_rows(job, plan, ask=not resume)))
         if not resume:
             open_run_directory(run_dir, needed_bytes=plan.num_params * CHECKPOINT_BYTES_PER_PARAM)

@@ -20,6 +20,7 @@ from phalanx.optim.schedule import learning_rate
 from phalanx.plan.cluster import detect_cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
+from phalanx.plan.precision import resolve_precision
 
 # With other values of these a checkpoint would not fit, or samples would be repeated or skipped.
 KEPT_BY_A_RUN = ("run.seed", "model.", "data.")
@@ -89,6 +90,8 @@ def resumed_job(resume: str, overrides: Sequence[str]) -> Resumed:
         raise UsageError("no run to resume is there", where=resume, fix="give a directory that phalanx train wrote")
     was = load_job_json(run_dir / "job.json", [f"run.dir={resume}"])
     job = _load_changed(run_dir, was, overrides)
+    if job.precision.compute == "auto" != was.precision.compute:  # asked for: what it means on this machine
+        job, _ = resolve_precision(job, detect_cluster(job.cluster.device))
     step = newest_step(open_store(run_dir, was.checkpoint.url))
     different = [key for key in differing_keys(was.to_json(), job.to_json()) if key not in HOW_DATA_IS_READ]
     kept = KEPT_BY_A_RUN if step == 0 else (*KEPT_BY_A_RUN, *KEPT_ONCE_SAVED)
@@ -189,7 +192,7 @@ def _rate_in_words(was: Job, job: Job, step: int) -> str:
 def _load_changed(run_dir: Path, was: Job, overrides: Sequence[str]) -> Job:
     """The run's job with `overrides`. A layout that does not fit is a LayoutError with all the keys that make one."""
     asked = [key for text in overrides if (key := text.partition("=")[0].strip()).startswith("parallel.")]
-    plan = _plan_of(run_dir)
+    plan = plan_of_run(run_dir)
     try:
         job = _load(run_dir, was, overrides)
         refusal = _refusal(job, plan) if asked else None
@@ -215,7 +218,8 @@ def _load(run_dir: Path, was: Job, overrides: Sequence[str]) -> Job:
     return load_job_json(run_dir / "job.json", [*overrides, *reference_on_resume(was, overrides), here])
 
 
-def _plan_of(run_dir: Path) -> Plan | None:
+def plan_of_run(run_dir: Path) -> Plan | None:
+    """The plan that the run in `run_dir` was last started with; None where it cannot be read."""
     try:
         return Plan.from_json(read_json(run_dir / "plan.json"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -20,6 +20,7 @@ from phalanx.job.schema import Job
 from phalanx.job.validate import validate
 
 LARGEST_BYTES = 4 * 2**20  # a job is a page or two
+COMPUTE_BEFORE_AUTO = "fp32"  # the precision.compute of a run whose job does not say it
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,9 @@ def load_job_json(path: str | FilePath, overrides: Sequence[str] = (), *, withou
     The keys `without` ("parallel.tp") have their defaults, whatever the run said.
     """
     source = _read_json(path)
+    numbers = (source.tree or {}).setdefault("precision", {})
+    if isinstance(numbers, dict):
+        numbers.setdefault("compute", COMPUTE_BEFORE_AUTO)  # a run keeps the type of numbers that it began with
     for section, key in (name.split(".", 1) for name in without):
         table = (source.tree or {}).get(section)
         if isinstance(table, dict):

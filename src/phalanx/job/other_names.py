@@ -255,11 +255,11 @@ _ROWS: tuple[tuple[OurName, str], ...] = (
     ),
     # numbers
     (
-        OurName("precision.compute", '"fp32", "bf16", "fp16" or "fp8"'),
+        OurName("precision.compute", '"auto", "fp32", "bf16", "fp16" or "fp8"'),
         "mixed_precision dtype torch_dtype amp params_dtype training_dtype precision compute_dtype",
     ),
     (
-        OurName("precision.compute", '"fp32", "bf16", "fp16" or "fp8"', keeps_value=False),
+        OurName("precision.compute", '"auto", "fp32", "bf16", "fp16" or "fp8"', keeps_value=False),
         "bf16 fp16 fp8 fp32",
     ),
     # judging, saving, recording

@@ -361,9 +361,10 @@ class Parallel(Section):
 class Precision(Section):
     """The types of numbers."""
 
-    compute: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
-    """Type of matmuls and activations. Weights, optimizer and gradient reduction stay fp32. fp16 scales the loss; fp8,
-    for GPUs that have it, multiplies blocks' matrices in fp8 and does the rest in bf16 (docs/precision.md)."""
+    compute: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
+    """Type of matmuls and activations; auto: bf16 on GPUs of compute capability 8.0 and higher, else fp32. Weights,
+    optimizer and gradient reduction stay fp32. fp16 scales the loss; fp8, for GPUs that have it, multiplies blocks'
+    matrices in fp8 and does the rest in bf16 (docs/precision.md)."""
     loss_scale: PositiveFloat | Literal["dynamic"] = "dynamic"
     """Of fp16: what the loss is multiplied by before the backward; dynamic: halved when gradients overflow, doubled
     after loss_scale_growth_steps good steps."""

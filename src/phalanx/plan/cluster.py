@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import psutil
 
 from phalanx.core.errors import EnvironmentProblem
-from phalanx.plan.nvidia import visible_gpus
+from phalanx.plan.nvidia import Gpu, visible_gpus
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices of one kind. `memory_bytes` is one device's (CPU: the whole machine's)."""
+    """Devices of one kind. `memory_bytes` is one device's (CPU: the whole machine's). `capability` is the compute
+    capability of the least able GPU; None on CPUs, and where nobody says.
+    """
 
     device: str  # "cpu" | "cuda"
     num_devices: int  # GPUs, or CPU cores this process may use
     memory_bytes: int
     name: str = ""
+    capability: tuple[int, int] | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -38,7 +42,8 @@ def detect_cluster(device: str = "auto") -> Cluster:
     if device != "cpu" and (gpus := visible_gpus()):
         # CUDA shows a process one MIG slice, however many there are.
         gpus = gpus[:1] if gpus[0].uuid.startswith("MIG-") else gpus
-        return Cluster("cuda", len(gpus), min(gpu.memory_bytes for gpu in gpus), gpus[0].name)
+        memory_bytes, capability = min(gpu.memory_bytes for gpu in gpus), _least_capability(gpus)
+        return Cluster("cuda", len(gpus), memory_bytes, gpus[0].name, capability)
     if device == "cuda":
         why = "CUDA_VISIBLE_DEVICES hides them all" if "CUDA_VISIBLE_DEVICES" in os.environ else ""
         why = why or "neither NVML nor nvidia-smi lists one"
@@ -67,5 +72,9 @@ def _host_memory() -> int:
 
 def compute_capability() -> tuple[int, int] | None:
     """Of the least able GPU here; None where nobody says."""
-    found = [gpu.capability for gpu in visible_gpus()]
+    return _least_capability(visible_gpus())
+
+
+def _least_capability(gpus: Sequence[Gpu]) -> tuple[int, int] | None:
+    found = [gpu.capability for gpu in gpus]
     return min(found) if found and (0, 0) not in found else None

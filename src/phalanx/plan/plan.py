@@ -80,6 +80,8 @@ class Plan:
     offload_activations: bool = False
     cp_attention: str = "ring"
     cp_load_balance: str = "zigzag"
+    precision_is_auto: bool = False
+    """True where the job leaves precision.compute to the machine that a run begins on."""
     pipeline: Pipeline | None = None
     """None where pp is 1."""
 

@@ -21,6 +21,7 @@ from phalanx.plan.lossy import lossy_choices, require_whole_copies
 from phalanx.plan.pipeline.asked import asked_schedule
 from phalanx.plan.pipeline.stages import sized_pipeline
 from phalanx.plan.plan import Candidate, Plan, job_digest
+from phalanx.plan.precision import resolve_precision
 from phalanx.plan.ranks import choose_ranks, split_batch, tensor_parallel_degree
 from phalanx.plan.recompute import with_recompute
 from phalanx.plan.remarks import remarks
@@ -48,6 +49,8 @@ def make_plan(
     nearest that do, and for a layout that was asked for and cannot fit.
     """
     cluster = cluster or detect_cluster(job.cluster.device)
+    precision_is_auto = job.precision.compute == "auto"
+    job, why_precision = resolve_precision(job, cluster)
     if shape is None:
         shape = foreign_shape(job) or shape_of(job, vocab_size or BYTE_VOCAB_SIZE)
     _require_vocabulary(shape, vocab_size)
@@ -73,8 +76,14 @@ def make_plan(
     chosen, of_choice = choose(job, candidates, weighing)
     reasons += of_choice
     alternatives = [explained(c, chosen, weighing.capacity_bytes, reasons[-1]) for c in candidates]
-    reasons += [*remarks(job, weighing, chosen), *more.reasons, *headroom_reasons(job, cluster, ranks)]
+    reasons += [
+        *filter(None, [why_precision]),
+        *remarks(job, weighing, chosen),
+        *more.reasons,
+        *headroom_reasons(job, cluster, ranks),
+    ]
     plan = _plan(job, weighing, alternatives, reasons, vocab_size)
+    plan = replace(plan, precision_is_auto=precision_is_auto)
     ends = epoch_ends(job, plan, data)
     return replace(
         plan,

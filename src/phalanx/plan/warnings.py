@@ -221,6 +221,8 @@ def _saves_never_come(job: Job, plan: Plan, data: DataFacts | None) -> str | Non
 def _fp32_on_gpu(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     if plan.device != "cuda" or plan.precision != "fp32" or plan.num_params < BF16_PAYS_PARAMS:
         return None
+    if plan.precision_is_auto:  # these GPUs have no bf16, and a reason of the plan says so
+        return None
     return (
         f"{format_count(plan.num_params)} parameters in fp32 on a GPU: bf16 uses its tensor cores and half the memory "
         "of activations; set precision.compute=bf16"

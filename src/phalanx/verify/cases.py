@@ -18,6 +18,7 @@ from phalanx.plan.cluster import Cluster
 from phalanx.plan.data_parallel import KEYS
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
+from phalanx.plan.precision import precision_here
 from phalanx.verify import contexts, pipelines, products
 
 NUM_MICROBATCHES = 2
@@ -64,7 +65,7 @@ def judged_job(job: Job, num_ranks: int) -> Job:
 
 def not_judged(job: Job) -> list[str]:
     """What `judged_job` leaves out of a job that asks for it, a line each."""
-    compute = job.precision.compute
+    compute = precision_here(job)
     said = f"not judged: precision.compute={compute}: layouts are judged in float64 and float32"
     return [] if compute == "fp32" else [said]
 
