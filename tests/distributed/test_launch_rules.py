@@ -211,6 +211,26 @@ class TestEndRecords:
         assert reader.read() is None
         assert (tmp_path / "other").read_bytes() == b""
 
+    def test_events_go_the_same_way_and_wait_for_nobody(self) -> None:
+        reader, fd = open_end_pipe()
+        writer = EndWriter(fd)
+        assert writer.pass_on('{"event": "note"}')
+        writer.tell(EndRecord(0))
+        assert writer.pass_on("the last, after the record")
+        assert not writer.pass_on("x" * 8192)  # it might be torn, or wait
+        record = reader.read()
+        assert record is not None
+        assert EndRecord.from_json(record) == EndRecord(0)
+        assert reader.take_events() == ['{"event": "note"}', "the last, after the record"]
+        assert reader.take_events() == []
+        while writer.pass_on("y" * 1000):  # until the pipe is full
+            pass
+        assert reader.read() is None
+        assert set(reader.take_events()) == {"y" * 1000}
+        os.close(fd)
+        assert reader.read() is None
+        assert not reader.is_open
+
     def test_a_broken_str_does_not_hide_the_error(self) -> None:
         class Broken(Exception):
             def __str__(self) -> str:

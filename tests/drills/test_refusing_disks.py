@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
+import resource
+import shutil
+import struct
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from commands import TINY, environment, events, start, watching, write_text
+from commands import COLD, TINY, Done, environment, events, run, start, watching, write_text
 from phalanx.core.files import fix_of
 from phalanx.core.logs import RedactedStream
 from phalanx.core.phases import BlackBox
@@ -20,7 +24,8 @@ from phalanx.observe.bus import Bus
 from phalanx.observe.events import Envelope, Note, RestartScheduled
 from phalanx.observe.tail import EventTail
 
-JOB = (*TINY, "data.source=text", "parallel.ranks=2", "train.steps=60", "checkpoint.every_steps=1000")
+JOB = (*TINY, "data.source=text", "parallel.ranks=2", "train.steps=60")
+EXT4_IOC_SHUTDOWN = 0x8004587D
 
 
 @contextlib.contextmanager
@@ -37,8 +42,8 @@ def mounted(place: Path, options: str) -> Iterator[Path]:
         subprocess.run(["umount", "-l", place], check=True)
 
 
-def fill(path: Path) -> None:
-    with contextlib.suppress(OSError), open(path, "wb", buffering=0) as file:
+def fill(disk: Path) -> None:
+    with contextlib.suppress(OSError), open(disk / "filler", "wb", buffering=0) as file:
         while True:
             file.write(bytes(4096))
 
@@ -48,7 +53,7 @@ def test_events_that_a_full_disk_refuses_are_kept_shown_and_written_later(tmp_pa
         shown: list[Envelope] = []
         bus = Bus(rank=0, run_dir=disk / "run", on_unwritten=shown.append)
         bus.emit(Note("first"))
-        fill(disk / "filler")
+        fill(disk)
         for number in range(20):  # the page that the file has already is filled, too
             bus.emit(Note(f"n{number}", {"text": "x" * 1000}))
         assert bus.num_unwritten == len(shown) > 10
@@ -69,7 +74,7 @@ def test_events_that_a_full_disk_refuses_are_kept_shown_and_written_later(tmp_pa
 
 def test_a_log_and_a_black_box_on_a_full_disk_stop_nothing(tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "size=256k") as disk, open(disk / "log", "wb") as log:
-        fill(disk / "filler")
+        fill(disk)
         stream = RedactedStream(log.fileno(), Redactor({}))
         for _ in range(100):
             print("x" * 1000, file=stream)
@@ -94,24 +99,120 @@ def test_what_to_do_about_each_refusal(tmp_path: Path) -> None:
         assert "no inodes left" in fix(errno.ENOSPC, disk / "run" / "file")
 
 
+def remount_read_only(disk: Path) -> None:
+    """As the kernel does it to a file system that has found an error: at once, whatever is open."""
+    subprocess.run(["mount", "-o", "remount,abort", disk], check=True, capture_output=True)
+
+
+def cut_off(disk: Path) -> None:
+    """Every access of an ext4 from now on: EIO."""
+    fd = os.open(disk, os.O_RDONLY)
+    fcntl.ioctl(fd, EXT4_IOC_SHUTDOWN, struct.pack("I", 2))
+    os.close(fd)
+
+
+@contextlib.contextmanager
+def ext4(place: Path) -> Iterator[Path]:
+    image = place.with_suffix(".image")
+    if os.geteuid() != 0 or shutil.which("mkfs.ext4") is None:
+        pytest.skip("a disk that fails needs root and mkfs.ext4")
+    with open(image, "wb") as file:
+        file.truncate(32 << 20)
+    subprocess.run(["mkfs.ext4", "-q", image], check=True)
+    place.mkdir()
+    done = subprocess.run(["mount", "-o", "loop,errors=remount-ro", image, place], capture_output=True)
+    if done.returncode:
+        pytest.skip(f"no file system can be mounted here: {done.stderr.decode().strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)
+
+
 @pytest.mark.parametrize("how", ["full", "no inodes"])
 def test_a_disk_that_refuses_the_last_save_ends_the_run_with_its_cause_and_no_restart(how: str, tmp_path: Path) -> None:
     write_text(tmp_path / "text")
     with mounted(tmp_path / "disk", "size=8m,nr_inodes=60" if how == "no inodes" else "size=8m") as disk:
-        process = start("train", *JOB, f"run.dir={disk / 'run'}", cwd=tmp_path, env=environment(TMPDIR=None))
-        with watching(process) as watched:
-            watched.wait_for("step 10/")
-            if how == "full":
-                fill(disk / "filler")
-            else:
-                with contextlib.suppress(OSError):
-                    for number in range(99):
-                        (disk / f"filler-{number}").touch()
-            done = watched.finish()
-        assert done.code == 7, done.err
-        assert len(done.err.splitlines()) == 1, done.err
+        done = train_until_struck(tmp_path, disk, fill if how == "full" else use_up_inodes)
         assert "No space left on device" in done.err
-        assert "starting again" not in done.out
         if how == "no inodes":
             assert "no inodes left" in done.err
             assert events(disk / "run", RestartScheduled) == []
+        else:
+            require_told(done, "No space left on device")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("strike", "causes"),
+    [
+        (remount_read_only, ("Read-only file system", "Input/output error")),  # EIO: of a write that is on its way
+        (cut_off, ("Input/output error",)),
+    ],
+)
+def test_a_disk_that_fails_while_it_trains(
+    strike: Callable[[Path], None], causes: tuple[str, ...], tmp_path: Path
+) -> None:
+    write_text(tmp_path / "text")
+    with ext4(tmp_path / "disk") as disk:
+        done = train_until_struck(tmp_path, disk, strike)
+        assert any(cause in done.err for cause in causes)
+        require_told(done, *causes)
+
+
+@pytest.mark.long
+def test_a_file_that_may_not_grow_any_more(tmp_path: Path) -> None:
+    """EFBIG, which a process gets where ulimit -f is reached: the events', and no checkpoint is as large."""
+    write_text(tmp_path / "text")
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (120 << 10, 120 << 10))
+
+    done = run("train", *JOB, "run.dir=run", cwd=tmp_path, command=COLD, preexec_fn=limit)
+    assert done.code == 7, done.err
+    assert "File too large" in done.err
+    assert "ulimit -f" in done.err
+    assert len(done.err.splitlines()) == 1
+    assert "starting again" not in done.out
+
+
+def use_up_inodes(disk: Path) -> None:
+    with contextlib.suppress(OSError):
+        for number in range(99):
+            (disk / f"filler-{number}").touch()
+
+
+def train_until_struck(folder: Path, disk: Path, strike: Callable[[Path], None]) -> Done:
+    process = start(
+        "train",
+        *JOB,
+        "checkpoint.every_steps=15",
+        "checkpoint.asynchronous=false",
+        "observe.log_every=10",
+        f"run.dir={disk / 'run'}",
+        cwd=folder,
+        env=environment(TMPDIR=None),
+    )
+    with watching(process) as watched:
+        watched.wait_for("step 10/")
+        strike(disk)
+        done = watched.finish()
+    assert done.code == 7, done.err
+    assert len(done.err.splitlines()) == 1, done.err
+    assert "starting again" not in done.out
+    return done
+
+
+def require_told(done: Done, *causes: str) -> None:
+    """What whoever watches sees although no event is in a file: each thing once, the same again in few words."""
+    assert 1 <= done.out.count("events cannot be written") <= len(causes), done.out
+    assert "step 60/60" in done.out
+    failed = [line for line in done.out.splitlines() if line.startswith("checkpoint of step")]
+    assert len(failed) >= 4
+    told = [line for line in failed if "failed for the same reason" not in line]
+    assert 1 <= len(told) <= len(causes), failed
+    assert [line for line in told if not any(cause in line for cause in causes)] == []
+    assert failed[0].endswith("training goes on, and tries again later")
+    assert "training goes on" not in failed[-1]
+    assert "the event file of rank 0 did not take them" in done.out
+    assert "the event file of rank 1 did not take them" in done.out

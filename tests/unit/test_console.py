@@ -324,3 +324,35 @@ def test_rich_is_imported_only_for_a_terminal() -> None:
         "sys.exit('rich' in sys.modules or 'torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_save_that_fails_again_is_told_in_few_words() -> None:
+    stream = io.StringIO()
+    console = open_console(stream, total_steps=100, log_every=100, is_terminal=False)
+
+    def fail(number: int, why: str, goes_on: bool = True) -> None:
+        reason = f"/run/step-{number}: failed while writing (rank {number % 2}: {why})"
+        console.write(tell(events.CheckpointFailed(number, f"/run/step-{number}", reason, goes_on)))
+
+    fail(10, "No space left on device")
+    fail(20, "No space left on device")
+    fail(30, "Read-only file system")
+    console.write(tell(events.CheckpointSaved(40, "checkpoints/step-40", 2**20, 0.1)))
+    fail(50, "Read-only file system")
+    fail(60, "Read-only file system", goes_on=False)
+    goes_on = "; training goes on, and tries again later"
+    assert [line for line in stream.getvalue().splitlines() if "failed" in line] == [
+        f"checkpoint of step 10 failed: /run/step-10: failed while writing (rank 0: No space left on device){goes_on}",
+        f"checkpoint of step 20 failed for the same reason{goes_on}",
+        f"checkpoint of step 30 failed: /run/step-30: failed while writing (rank 0: Read-only file system){goes_on}",
+        f"checkpoint of step 50 failed: /run/step-50: failed while writing (rank 0: Read-only file system){goes_on}",
+        "checkpoint of step 60 failed for the same reason",
+    ]
+
+
+def test_a_long_warning_is_shown_to_its_end() -> None:
+    stream = io.StringIO()
+    console = open_console(stream, total_steps=100, log_every=100, is_terminal=False)
+    text = "a loss that compares samples, " * 20 + "and what to do"
+    console.write(tell(events.Note("warning", {"why": text})))
+    assert stream.getvalue() == f"warning: {text}\n"

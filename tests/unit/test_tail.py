@@ -13,7 +13,7 @@ from typing import BinaryIO
 import pytest
 
 from phalanx.checkpoint.fence import Fence
-from phalanx.cli._run import open_supervisor_bus
+from phalanx.cli._run import open_supervisor_bus, shows_refused
 from phalanx.core.files import LINE_BYTES, open_regular
 from phalanx.observe import tail as reading
 from phalanx.observe.bus import Bus, event_path
@@ -155,7 +155,7 @@ def test_what_a_disk_refuses_is_shown_once(tmp_path: Path) -> None:
     """At once, and not again when it is in the file."""
     console = PlainConsole(QuietStream(io.StringIO()), Pace(9), 1)
     tail = EventTail(tmp_path)
-    bus = open_supervisor_bus(tmp_path, 0, console, tail, Fence(tmp_path, None))
+    bus = open_supervisor_bus(tmp_path, 0, shows_refused(console, tail), Fence(tmp_path, None))
     bus.emit(Note("first"))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))  # the file has more already

@@ -43,7 +43,7 @@ def agreed(group: Group, where: str, doing: str) -> Iterator[dict[str, Any]]:
     except CheckpointError as caught:
         error, fix, kind = str(caught), None, type(caught).__name__
     except OSError as caught:
-        error = f"{caught.strerror}: {caught.filename}" if caught.strerror and caught.filename else str(caught)
+        error = f"{caught.strerror}: {caught.filename}" if caught.filename else caught.strerror or str(caught)
         kind = kind_of(caught).__name__
         fix = fix_of(caught, caught.filename or where)
         fix = f"{fix}; {EARLIER_STAND}" if fix and caught.errno in _ONLY_WRITING else fix

@@ -10,13 +10,15 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.checkpoint.refusals import unreadable
 from phalanx.core.disk import Disk, write_bytes_durably
 from phalanx.core.errors import CheckpointError, RunTakenError
-from phalanx.core.files import read_regular, resource_error
+from phalanx.core.files import fix_of, read_regular, resource_error
 from phalanx.core.printable import printable
 
 EPOCH = "epoch"
 EPOCH_BYTES = 1000
+UNREADABLE, WRITE_IT = "the run's epoch cannot be read", "write the number of restarts into it, or a larger one"
 _WRITTEN = re.compile(r"\s*([0-9]{1,18})\s*|([0-9]{1,18})\n[^\n]+\n")  # the number, and who took the run
 
 
@@ -31,9 +33,10 @@ def read_epoch(run_dir: Path) -> int:
         return int(written[1] or written[2])
     except FileNotFoundError:
         return 0
-    except (OSError, ValueError) as error:
-        fix = "write the number of restarts into it, or a larger one"
-        raise CheckpointError("the run's epoch cannot be read", where=str(path), why=str(error), fix=fix) from None
+    except OSError as error:
+        raise unreadable(error, UNREADABLE, str(path), fix_of(error, path) or WRITE_IT) from None
+    except ValueError as error:
+        raise CheckpointError(UNREADABLE, where=str(path), why=str(error), fix=WRITE_IT) from None
 
 
 def read_taker(run_dir: Path) -> str:

@@ -199,14 +199,25 @@ class Saver:
         flight.start()
         return True
 
-    def save(self, step: int, take: Callable[[], Snapshot], *, record: Callable[[], None], tidy: bool = True) -> None:
-        """Save while training waits. No save may be in flight. Raises CheckpointError on every rank."""
+    def save(
+        self,
+        step: int,
+        take: Callable[[], Snapshot],
+        *,
+        record: Callable[[], None],
+        tidy: bool = True,
+        is_last: bool = False,
+    ) -> None:
+        """Save while training waits. No save may be in flight. Raises CheckpointError on every rank.
+
+        `is_last`: training ends if this save fails.
+        """
         assert self._flight is None, "one save at a time"
         began = time.perf_counter()
         taken: list[Snapshot] = []
-        with self._said(step), agreed(self._mesh, self._target.store.url, "taking the state"):
+        with self._said(step, is_last), agreed(self._mesh, self._target.store.url, "taking the state"):
             taken.append(take())
-        saved = self._save(taken[0], self._mesh, self._phases, record)
+        saved = self._save(taken[0], self._mesh, self._phases, record, is_last=is_last)
         wall_s = time.perf_counter() - began
         self._saved(step, saved, Cost(wall_s, wall_s))
         if tidy and self._target.keep_last is not None and self._mesh.rank == 0:
@@ -256,9 +267,11 @@ class Saver:
         if self._target.keep_last is not None and self._mesh.rank == 0:
             self._tidier.begin()
 
-    def _save(self, snapshot: Snapshot, group: Mesh, phases: Phases, record: Callable[[], None]) -> Saved:
+    def _save(
+        self, snapshot: Snapshot, group: Mesh, phases: Phases, record: Callable[[], None], *, is_last: bool = False
+    ) -> Saved:
         target = self._target
-        with self._said(snapshot.step):
+        with self._said(snapshot.step, is_last):
             return save(
                 target.store,
                 snapshot.step,
@@ -274,14 +287,14 @@ class Saver:
             )
 
     @contextmanager
-    def _said(self, step: int) -> Iterator[None]:
+    def _said(self, step: int, is_last: bool = False) -> Iterator[None]:
         """A CheckpointError inside, which is the same on all ranks, is an event."""
         try:
             yield
         except RunTakenError:  # the trainer says it, and the run's record is another job's
             raise
         except CheckpointError as error:
-            self._tell(CheckpointFailed(step, error.where or "", str(error)))
+            self._tell(CheckpointFailed(step, error.where or "", str(error), not is_last))
             raise
 
     def _saved(self, step: int, saved: Saved, cost: Cost) -> None:

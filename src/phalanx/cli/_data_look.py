@@ -19,7 +19,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 def verify(directory: str, as_json: bool) -> int:
-    """The verb. Every problem on a line of its own; exit code 4 if there is one."""
+    """The verb. Every problem on a line of its own; exit code 4 if there is one, 7 if the disk cannot be read."""
     problems: list[DataError] = []
     num_shards, num_bytes, read_bytes = 0, 0, 0
     try:
@@ -38,7 +38,7 @@ def verify(directory: str, as_json: bool) -> int:
             problems.append(problem)
             if not as_json:
                 print(f"phalanx: {problem}", file=sys.stderr)
-    code = ExitCode.DATA if problems else ExitCode.OK
+    code = max((problem.exit_code for problem in problems), default=ExitCode.OK)  # 7: the rest is not known to be so
     if as_json:
         facts = {"directory": directory, "num_shards": num_shards, "num_bytes": num_bytes}
         print_json("data-verify", {**facts, "problems": [problem.to_json() for problem in problems]}, indent=1)

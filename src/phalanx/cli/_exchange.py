@@ -23,6 +23,7 @@ from phalanx.cli._tokens import model_tokenizer
 from phalanx.core.errors import (
     CheckpointError,
     DataError,
+    DataStorageError,
     ExitCode,
     JobError,
     LayoutError,
@@ -207,6 +208,8 @@ def _tokenizer_of(place: str, folder: Folder) -> TokenizerFiles:
         return TokenizerFiles(files=kept, note="" if kept else "there is no tokenizer with it")
     try:
         return tokenizer_files(load_corpus(run_dir / "data"), _brought(run_dir), KEPT_FILES)
+    except DataStorageError:
+        raise
     except DataError as error:
         return TokenizerFiles(note=f"without a tokenizer: {error}")
 

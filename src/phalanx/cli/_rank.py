@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.mesh.rendezvous import RENDEZVOUS_S, SUPERVISED_RENDEZVOUS_S
 from phalanx.nn.build import build_model, build_objective
 from phalanx.observe.bus import CLOSE_AFTER_ERROR_S, CLOSE_MORE_S, Bus, OpenSink
-from phalanx.observe.events import CheckpointUnusable, Note, RunStarted, TextGenerated
+from phalanx.observe.events import CheckpointUnusable, Envelope, Note, RunStarted, SinkDropped, TextGenerated
 from phalanx.observe.progress import ProgressTeller
 from phalanx.optim.build import build_optimizer
 from phalanx.parallel.parallelize import parallelize, transforms
@@ -75,6 +76,8 @@ class RankRun:
     """Of the lock on the run directory, as JSON: the job's supervisor."""
     report_error: Callable[[BaseException], object] = lambda error: None
     """Tells the launcher why this rank fails, before anything that may wait for other ranks. May be called twice."""
+    pass_on: Callable[[str], object] = lambda line: None
+    """Shows whoever watches the line of an event that the disk did not take."""
 
 
 def main(payload: dict[str, Any]) -> int:
@@ -86,7 +89,7 @@ def main(payload: dict[str, Any]) -> int:
     if ranks.attempt > payload["first_attempt"]:  # a restart began with this process, not with the command
         started_s = time.monotonic()
     run_dir, epoch = Path(payload["run_dir"]), int(payload["epoch"])
-    claim = epoch, payload.get("holder"), payload["report_error"]
+    claim = epoch, payload.get("holder"), payload["report_error"], payload["pass_on_event"]
     return run_rank(RankRun(job, plan, run_dir, ranks.rank, ranks.attempt, started_s, *claim))
 
 
@@ -102,7 +105,14 @@ def run_rank(run: RankRun, *, sinks: Sequence[tuple[str, OpenSink]] = (), store:
     if rank == 0:
         sinks = [*sinks, *sink_openers(job, run.run_dir)]
     fence = Fence.of_rank(run.run_dir, run.epoch, run.holder)
-    bus = Bus(rank=rank, attempt=run.attempt, run_dir=run.run_dir, sinks=sinks, may_write=lambda: not fence.is_lost())
+    bus = Bus(
+        rank=rank,
+        attempt=run.attempt,
+        run_dir=run.run_dir,
+        sinks=sinks,
+        on_unwritten=partial(_pass_on, run),
+        may_write=lambda: not fence.is_lost(),
+    )
     try:
         code = _train(run, bus, phases, meter, stop, store, fence)
     except BaseException:
@@ -110,6 +120,12 @@ def run_rank(run: RankRun, *, sinks: Sequence[tuple[str, OpenSink]] = (), store:
         raise
     bus.close(more_s=CLOSE_MORE_S if code == 0 else 0.0)  # whoever stops a run has little time
     return code
+
+
+def _pass_on(run: RankRun, envelope: Envelope) -> None:
+    """Rank 0's events are those that people watch; of other ranks they must know that some are lost."""
+    if run.rank == 0 or isinstance(envelope.event, Note | SinkDropped):
+        run.pass_on(envelope.to_line())
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -41,6 +41,7 @@ from phalanx.launch.supervisor import LaunchSpec, Outcome, supervise
 from phalanx.observe.bus import Bus
 from phalanx.observe.console import Console, open_console
 from phalanx.observe.events import (
+    EVENTS_UNWRITTEN,
     RESUMED,
     CheckpointSaved,
     CheckpointUnusable,
@@ -49,7 +50,7 @@ from phalanx.observe.events import (
     RunFinished,
     StepFinished,
 )
-from phalanx.observe.tail import EventTail
+from phalanx.observe.tail import EventTail, read_event
 from phalanx.observe.units import units_of
 from phalanx.report.reduce import reduce_run
 from phalanx.report.summary import run_json
@@ -210,7 +211,8 @@ def _supervised(run: Prepared, began: float, resumed: Resumed | None) -> int:
     )
     console = console_of(job)
     tail = EventTail(run_dir, attempt_from=attempt)
-    bus = open_supervisor_bus(run_dir, attempt, console, tail, fence)
+    show_refused = shows_refused(console, tail)
+    bus = open_supervisor_bus(run_dir, attempt, show_refused, fence)
     if resumed is not None:
         bus.emit(Note(RESUMED, resumed.facts()))
     store = open_store(run_dir, job.checkpoint.url)
@@ -229,6 +231,7 @@ def _supervised(run: Prepared, began: float, resumed: Resumed | None) -> int:
             on_tick=tick,
             say=console.say,
             newest_step=lambda: _step_to_continue(store, run_dir),
+            on_refused_event=lambda line: show_refused(read_event(line.encode())),
         )
         require_ours(fence)
         _show(console, tail)
@@ -240,14 +243,30 @@ def _supervised(run: Prepared, began: float, resumed: Resumed | None) -> int:
         return finish_run(run, outcome, bus, opened, elapsed_s=elapsed_s, refused=refused)
 
 
-def open_supervisor_bus(run_dir: Path, attempt: int, console: Console, tail: EventTail, fence: Fence) -> Bus:
-    """What the disk refuses is shown at once, and not again when the tail finds it: it is written once that works."""
+def shows_refused(console: Console, tail: EventTail) -> Callable[[Envelope | None], None]:
+    """What shows an event that the disk refused, at once, and not again when the tail finds it: it is written once that
+    works. That events are refused is said once, and not again by each process."""
+    reasons: set[str] = set()
 
-    def show(envelope: Envelope) -> None:
+    def show(envelope: Envelope | None) -> None:
+        if envelope is None:
+            return
         tail.skip(envelope)
+        event = envelope.event
+        if isinstance(event, Note) and event.code == EVENTS_UNWRITTEN:
+            reason = str(event.facts.get("why"))
+            if reason in reasons:
+                return
+            reasons.add(reason)
         console.write(envelope)
 
-    return Bus(rank=-1, attempt=attempt, run_dir=run_dir, on_unwritten=show, may_write=lambda: not fence.is_lost())
+    return show
+
+
+def open_supervisor_bus(run_dir: Path, attempt: int, show_refused: Callable[[Envelope], None], fence: Fence) -> Bus:
+    """The bus of the process that holds the run; what its disk refuses goes to `show_refused`."""
+    may_write = lambda: not fence.is_lost()  # noqa: E731
+    return Bus(rank=-1, attempt=attempt, run_dir=run_dir, on_unwritten=show_refused, may_write=may_write)
 
 
 def require_ours(fence: Fence) -> None:

@@ -33,7 +33,7 @@ EXIT_CODE_MEANING: dict[ExitCode, str] = {
     ExitCode.DATA: "data is missing, empty or does not fit the model, or your dataset raised an exception",
     ExitCode.CHECKPOINT: "a checkpoint is missing, damaged or does not fit",
     ExitCode.ENVIRONMENT: "environment, rendezvous or port",
-    ExitCode.RESOURCES: "memory is full, a disk or store refuses (full, read-only, over quota, ...), or ranks differ",
+    ExitCode.RESOURCES: "memory is full, a disk or store refuses or fails (full, read-only, EIO, ...), or ranks differ",
     ExitCode.NUMERICS: "too many steps with non-finite gradients",
     ExitCode.RUN_LOCKED: "another job uses or took the run directory, or checkpoint.url is another run's",
     ExitCode.RESTART_BUDGET: "the restart budget is spent, or a crash (or your code's exception or exit) repeats",
@@ -86,6 +86,12 @@ class LayoutError(PhalanxError):
 
 class DataError(PhalanxError):
     exit_code = ExitCode.DATA
+
+
+class DataStorageError(DataError):
+    """Data cannot be read because the disk fails, and not because a file is damaged or missing."""
+
+    exit_code = ExitCode.RESOURCES
 
 
 class CheckpointError(PhalanxError):

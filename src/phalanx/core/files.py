@@ -179,8 +179,16 @@ _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 # What a disk says when it will not do what any other disk would: no fault of a name, a format or a program.
 REFUSALS_THAT_LAST = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 REFUSALS = (*REFUSALS_THAT_LAST, errno.ESTALE, errno.ENODEV, errno.ENXIO)  # an NFS server may come back
+# What only a failing disk or file server says when it is read: of a file that is missing or damaged it says otherwise.
+READ_REFUSALS = tuple(
+    getattr(errno, name)
+    for name in ("EIO", "ESTALE", "ENODEV", "ENXIO", "EUCLEAN", "EBADMSG", "EREMOTEIO", "ETIMEDOUT", "ENOTCONN")
+    if hasattr(errno, name)  # some are Linux's alone
+)
 _OURS = __name__.partition(".")[0]
 _LIBRARIES = ("numpy", "pyarrow", "safetensors", "tokenizers", "torch")
+
+_FEW_INODES, _ROOM_BYTES = 16, 64 * 2**20
 
 _NO_SPACE = os.strerror(errno.ENOSPC)
 
@@ -195,7 +203,7 @@ def fix_of(error: OSError, path: Path | str, *, place: str = "run.dir") -> str |
         return "raise the limit on the size of files (ulimit -f)"
     if error.errno in _NOT_WRITABLE:
         return f"make it writable, or choose another {place}"
-    if error.errno in REFUSALS:
+    if error.errno in REFUSALS or error.errno in READ_REFUSALS:
         return f"look at the disk (dmesg), or choose another {place}"
     return None
 
@@ -249,13 +257,17 @@ def _is_about_file_in(directory: Path | None, error: BaseException) -> bool:
 
 
 def _has_no_inodes(path: Path) -> bool:
-    """True where the file system of `path`, or of the nearest folder above it that is there, has no inode left."""
+    """True where the file system of `path`, or of the nearest folder above it that is there, has no inode left.
+
+    A few may be free again when this is asked: what was half written has been removed. There is room for bytes then.
+    """
     for folder in (path, *path.parents):
         try:
             status = os.statvfs(folder)
         except OSError:
             continue
-        return status.f_files > 0 and status.f_favail == 0
+        has_room = status.f_bavail * status.f_frsize > _ROOM_BYTES
+        return status.f_files > 0 and status.f_favail <= (_FEW_INODES if has_room else 0)
     return False
 
 

@@ -27,10 +27,13 @@ from phalanx.data.token_sources import (
 )
 from phalanx.data.tokenizer import Tokenizer, load_tokenizer
 from phalanx.data.tokens import SPLITS, Split, SplitBy, Splits, TokenSequence, split_tokens
+from phalanx.data.unreadable import unreadable
 from phalanx.data.user_dataset import UserFacts
 
 FORMAT = 3  # 2: other samples, and other documents held out, of the same tokens
 MANIFEST = "corpus.json"
+UNUSABLE = "the prepared data cannot be used"
+NEW_RUN = "start a new run, or remove that folder to prepare it again"
 VERIFIED_BYTES = 2 * GIB  # more than this is not read before every start
 
 
@@ -190,7 +193,8 @@ def load_corpus(out_dir: Path) -> Corpus:
     try:
         return Corpus.from_json(read_json(out_dir / MANIFEST), out_dir)
     except OSError as error:
-        raise _unusable(out_dir, f"{Path(error.filename or MANIFEST).name}: {error.strerror}") from None
+        why = f"{Path(error.filename or MANIFEST).name}: {error.strerror}"
+        raise unreadable(error, out_dir, UNUSABLE, why=why, fix=NEW_RUN) from None
     except ValueError as error:
         raise _unusable(out_dir, f"{MANIFEST} is not JSON: {error}") from None
 
@@ -212,7 +216,7 @@ def verify_corpus(corpus: Corpus, *, is_new: bool = False) -> list[str]:
         wrong = list(verify(component.kind, corpus.path_of(component), component.files))
         if wrong:
             first, more = wrong[0], f" and {len(wrong) - 1} more like it" if len(wrong) > 1 else ""
-            raise DataError(first.what + more, where=first.where, why=first.why, fix=first.fix)
+            raise type(first)(first.what + more, where=first.where, why=first.why, fix=first.fix)
     return []
 
 
@@ -230,9 +234,4 @@ def _named_tokenizer(name: str, digest: str) -> Tokenizer:
 
 
 def _unusable(out_dir: Path, why: str) -> DataError:
-    return DataError(
-        "the prepared data cannot be used",
-        where=str(out_dir),
-        why=why,
-        fix="start a new run, or remove that folder to prepare it again",
-    )
+    return DataError(UNUSABLE, where=str(out_dir), why=why, fix=NEW_RUN)

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.digest import digest
-from phalanx.core.errors import DataError
+from phalanx.core.errors import DataError, DataStorageError
 from phalanx.core.files import MANIFEST_BYTES, check_name, parse_json, read_regular
 from phalanx.data.shards import DTYPES, Progress, Shard, ShardFacts, open_shard, verify_shard
 from phalanx.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from phalanx.data.unreadable import unreadable
 
 FORMAT = 1
 MANIFEST = "dataset.json"
@@ -195,7 +196,8 @@ def open_dataset(directory: Path) -> Dataset:
         except DataError as error:
             problems.append(error)
     if problems:
-        raise problems[0] if len(problems) == 1 else _several(directory, manifest, problems)
+        storage = [problem for problem in problems if isinstance(problem, DataStorageError)]
+        raise (storage or problems)[0] if storage or len(problems) == 1 else _several(directory, manifest, problems)
     return Dataset(directory, manifest, tuple(shards), manifest_digest)
 
 
@@ -220,7 +222,7 @@ def read_manifest(directory: Path) -> tuple[Manifest, str]:
         why = "dataset.json is written last, and is not there"
         raise DataError("no finished dataset", where=str(directory), why=why, fix="run phalanx data build") from None
     except OSError as error:
-        raise _unusable(path, error.strerror or str(error)) from None
+        raise unreadable(error, path, "dataset.json cannot be used", fix="build the dataset again") from None
     except ValueError as error:
         raise _unusable(path, f"not JSON: {error}") from None
     return Manifest.from_json(value, path), hashlib.sha256(content).hexdigest()[:16]

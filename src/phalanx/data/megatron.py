@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from phalanx.core.errors import DataError
 from phalanx.core.files import open_regular
 from phalanx.data.tokens import Int64s, Tokens, Uint64s, hashed_numbers
+from phalanx.data.unreadable import unreadable
 
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
 _OLD_MAGIC = b"TNTIDX\x00\x00"  # the formats before memory-mapping
@@ -56,10 +57,8 @@ def open_megatron(bin_path: Path, idx_path: Path) -> MegatronFile:
     try:
         index, tokens = _mapped(idx_path), _mapped(bin_path)
     except OSError as error:
-        missing = error.filename or str(idx_path)
-        raise DataError(
-            "cannot be read", where=str(missing), why=error.strerror, fix="a Megatron dataset is a .bin with its .idx"
-        ) from None
+        fix = "a Megatron dataset is a .bin with its .idx"
+        raise unreadable(error, error.filename or idx_path, fix=fix) from None
     dtype, lengths, pointers, boundaries = _read_index(index, idx_path)
     itemsize = np.dtype(dtype).itemsize
     ends = np.cumsum(lengths)

@@ -25,6 +25,7 @@ from phalanx.data.rows_json import json_rows
 from phalanx.data.sources import SourceFile
 from phalanx.data.spans import Parts, Span, in_bytes, in_one
 from phalanx.data.tokenizer import without_surrogates
+from phalanx.data.unreadable import unreadable
 
 BLOCK_BYTES = MIB
 _SKIPPABLE = tuple(bytes([0x50 + number]) + b"\x2a\x4d\x18" for number in range(16))  # zstd's frames of metadata
@@ -81,7 +82,7 @@ def _require_compressed(file: SourceFile) -> None:
         with open_regular(file.path) as opened:
             begin = opened.read(4)
     except OSError as error:
-        raise DataError("cannot be read", where=file.path, why=error.strerror or str(error)) from None
+        raise unreadable(error, file.path) from None
     if not begin.startswith(magics):
         kind = "gzip" if file.format == "jsonl.gz" else "zstd"
         raise DataError(f"not a {kind} file, or a damaged one", where=file.path, why=f"it begins with {begin!r}")
@@ -124,7 +125,7 @@ def _named(span: Span) -> Iterator[None]:
     except OSError as error:
         if isinstance(error, gzip.BadGzipFile):
             raise DataError("not a gzip file, or a damaged one", where=span.path, why=str(error)) from None
-        raise DataError("cannot be read", where=span.path, why=error.strerror or str(error)) from None
+        raise unreadable(error, span.path) from None
     except (EOFError, zlib.error) as error:
         raise DataError("the compressed file is damaged", where=span.path, why=str(error)) from None
 

@@ -14,6 +14,7 @@ from phalanx.data.columns import MOST_NAMES, Reading, no_column
 from phalanx.data.cuts import MAX_ROW_BYTES, row_too_long
 from phalanx.data.sources import SourceFile
 from phalanx.data.spans import Parts, Span, in_one
+from phalanx.data.unreadable import unreadable
 
 _ROWS_PER_BATCH, _BATCH_BYTES = 1024, 4 * MIB
 
@@ -66,7 +67,10 @@ def _opened(path: str, opener: Callable[[str], Any]) -> Any:
     except (arrow.ArrowException, OSError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         first = first.replace(opened, path)
-        raise DataError(f"not a readable {_flavour(path)} file", where=path, why=first) from None
+        what = f"not a readable {_flavour(path)} file"
+        if isinstance(error, OSError):
+            raise unreadable(error, path, what, why=first) from None
+        raise DataError(what, where=path, why=first) from None
 
 
 def _flavour(path: str) -> str:

@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from phalanx.core.digest import canonical_json
 from phalanx.core.errors import DataError
 from phalanx.core.files import fsync_directory, open_regular
+from phalanx.data.unreadable import unreadable
 
 MAGIC, VERSION = b"PHXSHARD", 1
 PAYLOAD_AT = 4096
@@ -272,8 +273,7 @@ def open_shard(path: Path) -> Shard:
         raise DataError("the shard is missing", where=str(path), fix="build the dataset again") from None
     except OSError as error:
         fix = "raise ulimit -n, or build larger shards" if error.errno == errno.EMFILE else None
-        why = error.strerror or str(error)
-        raise DataError("the shard cannot be read", where=str(path), why=why, fix=fix) from None
+        raise unreadable(error, path, "the shard cannot be read", fix=fix) from None
     num_tokens, num_documents, dtype = facts["num_tokens"], facts["num_documents"], facts["dtype"]
     sections = _Sections.of(num_tokens, num_documents, dtype)
     if num_bytes != sections.num_bytes:
@@ -345,7 +345,7 @@ def verify_shard(path: Path, progress: Progress | None = None) -> list[DataError
     except _BadSumsError:
         return [_damaged(path, "the shard's checksums are not what was written", f"from byte {sections.sums_at} on")]
     except OSError as error:
-        return [DataError("the shard cannot be read", where=str(path), why=error.strerror or str(error))]
+        return [unreadable(error, path, "the shard cannot be read")]
     return damaged or list(_contradictions(shard))
 
 

@@ -19,6 +19,7 @@ from typing import Literal
 from phalanx.core.errors import DataError
 from phalanx.core.files import open_regular
 from phalanx.data.listing import list_files
+from phalanx.data.unreadable import unreadable
 
 Format = Literal["text", "jsonl", "jsonl.gz", "jsonl.zst", "parquet", "arrow"]
 
@@ -83,7 +84,7 @@ def find_files(sources: Sequence[str], named: str = "data.source", out: Path | N
             raise DataError("there is no text in it", where=", ".join(sources), why="every file is empty")
     except DataError as error:
         where = _printable(f"{named} {error.where}".strip())
-        raise DataError(error.what, where=where, why=error.why, fix=error.fix) from None
+        raise type(error)(error.what, where=where, why=error.why, fix=error.fix) from None
     return found
 
 
@@ -114,7 +115,7 @@ def _find(source: str, prefix: str, out: Path | None, real: _RealPaths) -> Found
     try:
         listed = list_files(source, out)
     except OSError as error:
-        raise _unreadable(error, error.filename or source) from None
+        raise unreadable(error, error.filename or source) from None
     files: list[SourceFile] = []
     num_skipped = num_repeated = num_empty = num_json_text = 0
     for name in listed.names:
@@ -123,7 +124,7 @@ def _find(source: str, prefix: str, out: Path | None, real: _RealPaths) -> Found
         try:
             status = path.stat()
         except OSError as error:
-            raise _unreadable(error, path) from None
+            raise unreadable(error, path) from None
         if not stat.S_ISREG(status.st_mode):
             raise DataError("not a regular file", where=str(path))
         if not real.is_new(path):
@@ -163,7 +164,7 @@ def _start_of(path: Path, num_bytes: int) -> bytes:
         with open_regular(path) as file:
             return file.read(num_bytes)
     except OSError as error:
-        raise _unreadable(error, path) from None
+        raise unreadable(error, path) from None
 
 
 def _has_object_per_line(path: Path) -> bool:
@@ -179,10 +180,6 @@ def _has_object_per_line(path: Path) -> bool:
 def _printable(name: str) -> str:
     """A name that is text even where the file system's is not UTF-8."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
-
-
-def _unreadable(error: OSError, path: str | Path) -> DataError:
-    return DataError("cannot be read", where=str(path), why=error.strerror or str(error))
 
 
 def _nothing_found(source: str, num_skipped: int, num_datasets: int) -> DataError:

@@ -16,16 +16,18 @@ from typing import Literal
 import numpy as np
 import xxhash
 
-from phalanx.core.errors import DataError
+from phalanx.core.errors import DataError, DataStorageError
 from phalanx.core.files import open_regular, regular_path
 from phalanx.data.dataset import MANIFEST, TokenizerFacts, is_dataset, open_dataset, read_manifest
 from phalanx.data.megatron import megatron_paths, open_megatron
 from phalanx.data.shards import verify_shard
 from phalanx.data.tokens import CHUNK_TOKENS, PlainArray, TokenArray, Tokens, find_outside
+from phalanx.data.unreadable import unreadable
 
 Kind = Literal["dataset", "npy", "megatron"]
 NO_TOKENIZER = TokenizerFacts("none", "")
 MAX_VOCAB_SIZE = 2**32
+CHANGED, PUT_BACK = "the corpus has changed since the run began", "put it back as it was, or start a new run"
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ def check_unchanged(kind: Kind, path: Path, files: Mapping[str, FileFacts]) -> N
         try:
             num_bytes = (folder / name).stat().st_size
         except OSError as error:
-            raise _changed(folder / name, error.strerror or str(error)) from None
+            raise unreadable(error, folder / name, CHANGED, fix=PUT_BACK) from None
         if num_bytes != facts.num_bytes:
             raise _changed(folder / name, f"it has {num_bytes} bytes instead of {facts.num_bytes}")
 
@@ -144,6 +146,8 @@ def _check_manifest(path: Path, files: Mapping[str, FileFacts]) -> None:
         if _checksum(path / MANIFEST) == files[MANIFEST].xxh3:
             return
         now = {shard.file: FileFacts(shard.num_bytes, shard.xxh3) for shard in read_manifest(path)[0].shards}
+    except DataStorageError:
+        raise
     except DataError as error:
         raise _changed(path / MANIFEST, error.why or error.what) from None
     different = next((name for name, facts in files.items() if name != MANIFEST and now.get(name) != facts), MANIFEST)
@@ -187,8 +191,7 @@ def outside(token: int, vocab_size: int, where: str) -> DataError:
 
 
 def _changed(path: Path, why: str) -> DataError:
-    fix = "put it back as it was, or start a new run"
-    return DataError("the corpus has changed since the run began", where=str(path), why=why, fix=fix)
+    return DataError(CHANGED, where=str(path), why=why, fix=PUT_BACK)
 
 
 def _largest(tokens: Tokens, path: Path) -> int:
@@ -209,7 +212,7 @@ def _open_npy(path: Path) -> Tokens:
         with regular_path(path) as opened:
             ids = np.lib.format.open_memmap(opened, mode="r")  # unlike np.load it never unpickles
     except OSError as error:
-        raise DataError("cannot be read", where=f"data.source {path}", why=error.strerror or str(error)) from None
+        raise unreadable(error, f"data.source {path}") from None
     except (ValueError, EOFError) as error:
         raise DataError("not a readable .npy file", where=f"data.source {path}", why=str(error)) from None
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
@@ -228,7 +231,7 @@ def _checksum(path: Path) -> str:
             while chunk := file.read(1 << 22):
                 found.update(chunk)
     except OSError as error:
-        raise DataError("cannot be read", where=str(path), why=error.strerror or str(error)) from None
+        raise unreadable(error, path) from None
     return found.hexdigest()
 
 

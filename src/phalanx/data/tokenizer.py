@@ -15,6 +15,7 @@ from phalanx.core.digest import digest
 from phalanx.core.errors import DataError
 from phalanx.core.files import TOKENIZER_BYTES, read_json, read_regular
 from phalanx.core.registry import require
+from phalanx.data.unreadable import unreadable
 
 Kind = Literal["bytes", "tokenizer.json"]
 BYTES = "bytes"  # what data.tokenizer calls them
@@ -167,7 +168,7 @@ def _read(path: Path) -> bytes:
         if not isinstance(json.loads(content), dict):
             raise ValueError("it is JSON, but not an object")
     except OSError as error:
-        raise DataError("the tokenizer cannot be read", where=str(path), why=error.strerror or str(error)) from None
+        raise unreadable(error, path, "the tokenizer cannot be read") from None
     except (ValueError, RecursionError) as error:
         raise _not_one(path, str(error)) from None
     return content

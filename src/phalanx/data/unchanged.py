@@ -15,6 +15,7 @@ from phalanx.core.errors import DataError
 from phalanx.data.encode import Outcome, content_of
 from phalanx.data.sources import Found
 from phalanx.data.spans import Task
+from phalanx.data.unreadable import unreadable
 
 _COARSE_NS = 2 * 10**9  # some file systems know whole or even seconds only
 
@@ -47,7 +48,7 @@ def check_unchanged(
         try:
             status = os.stat(file.path)
         except OSError as error:
-            raise DataError("cannot be read", where=file.path, why=error.strerror or str(error)) from None
+            raise unreadable(error, file.path) from None
         if status.st_size != file.num_bytes:
             raise _changed(file.path)
         if max(status.st_mtime_ns, status.st_ctime_ns) != file.changed_ns:

@@ -121,11 +121,12 @@ class AttemptWatch:
         stop: Stop,
         say: Callable[[str], None],
         on_started: Callable[[list[int]], None],
+        on_refused_event: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.end = AttemptEnd(number)
         self._num_ranks, self._run_dir, self._grace_s = num_ranks, run_dir, grace_s
         self._server, self._attention, self._stop = server, attention, stop
-        self._say, self._on_started = say, on_started
+        self._say, self._on_started, self._on_refused_event = say, on_started, on_refused_event
         self._first_failure_at = math.inf
         self._first_report_at = math.inf
         self._grace_until = math.inf
@@ -162,6 +163,8 @@ class AttemptWatch:
             case "store_exit" if message["attempt"] == self.end.number:
                 self.end.store_loss = f"exit status {message['code']}"
                 self._first_failure_at = min(self._first_failure_at, time.monotonic())
+            case "refused_event":
+                self._on_refused_event(message["line"])
             case "record" if message["attempt"] == self.end.number:
                 self._on_record(message["rank"], EndRecord.from_json(message["record"]))
             case "exit" if message["attempt"] == self.end.number:

@@ -1,18 +1,23 @@
 """How a rank tells of its own end: one line of JSON in a pipe to the server, which no full disk can keep back.
 
 An exit code proves nothing: code that is not ours can call `os._exit(0)`. A rank has done its work only if it says so.
+Events that a disk refuses go the same way, so that whoever watches sees them.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import select
+import threading
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from phalanx.core.errors import ExitCode
 from phalanx.launch.reports import ErrorReport
 
+EVENT = "refused_event"  # the key of a line that is no record
+ATOMIC_BYTES = select.PIPE_BUF  # a pipe with room takes so much at once, or nothing
 STOPPED = (ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
 
 
@@ -46,6 +51,7 @@ class EndWriter:
 
     def __init__(self, fd: int) -> None:
         self._fd, self._pid, self._pipe = fd, os.getpid(), _identity(fd)
+        self._lock = threading.Lock()
         self.told: EndRecord | None = None
 
     @property
@@ -59,11 +65,29 @@ class EndWriter:
             return
         self.told = record
         line = memoryview(json.dumps(record.to_json()).encode() + b"\n")
+        with self._lock:
+            try:
+                while line and self._is_open():
+                    line = line[os.write(self._fd, line) :]
+            except OSError:
+                pass
+
+    def pass_on(self, event_line: str) -> bool:
+        """Send an event that the disk refused. False where it cannot be sent at once: training does not wait for it."""
+        line = json.dumps({EVENT: event_line}).encode() + b"\n"
+        if not self.is_rank or len(line) > ATOMIC_BYTES or not self._lock.acquire(blocking=False):
+            return False
         try:
-            while line and _identity(self._fd) == self._pipe:  # user code may have closed all descriptors it found
-                line = line[os.write(self._fd, line) :]
-        except OSError:
-            pass
+            has_room = self._is_open() and bool(select.select([], [self._fd], [], 0)[1])
+            return has_room and os.write(self._fd, line) == len(line)
+        except (OSError, ValueError):  # ValueError: a descriptor beyond what select takes
+            return False
+        finally:
+            self._lock.release()
+
+    def _is_open(self) -> bool:
+        """False once user code has closed all descriptors it found. Raises OSError if nothing took its place."""
+        return _identity(self._fd) == self._pipe
 
 
 class EndReader:
@@ -73,6 +97,8 @@ class EndReader:
         os.set_blocking(fd, False)
         self._fd = fd
         self._data = b""
+        self._events: list[str] = []
+        self._has_record = False
         self.is_open = True
 
     def fileno(self) -> int:
@@ -84,15 +110,23 @@ class EndReader:
             try:
                 part = os.read(self._fd, 1 << 16)
             except BlockingIOError:
-                return None
+                break
             self._data += part
             if not part:
                 self.close()
-            elif part.endswith(b"\n"):
-                self.close()
-                record: dict[str, Any] = json.loads(self._data)
-                return record
-        return None
+        *lines, self._data = self._data.split(b"\n")
+        record: dict[str, Any] | None = None
+        for message in map(json.loads, lines):
+            if EVENT in message:
+                self._events.append(message[EVENT])
+            elif not self._has_record:
+                self._has_record, record = True, message
+        return record
+
+    def take_events(self) -> list[str]:
+        """The lines of events that came before or beside the record, each once."""
+        events, self._events = self._events, []
+        return events
 
     def close(self) -> None:
         """Safe to call twice."""

@@ -35,7 +35,7 @@ class RankTask:
     master_port: int
 
 
-REPORT_ERROR = "report_error"
+REPORT_ERROR, PASS_ON = "report_error", "pass_on_event"
 # Has a rank write its main thread's stack to its log, also while C code holds the interpreter's lock. Schedulers send
 # SIGUSR1 and SIGUSR2; this one is left alone.
 STACKS_SIGNAL = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
@@ -46,7 +46,8 @@ def run_rank(task: RankTask, end: EndWriter) -> int:
     """Call the entry and say on `end` how it ended. Returns the exit code of the process, which nobody believes.
 
     The entry's payload holds, as `report_error`, a function of an exception: an entry whose way out may block, because
-    other ranks or threads take part in it, reports its error before it cleans up.
+    other ranks or threads take part in it, reports its error before it cleans up. `pass_on_event` is a function of an
+    event's line, which shows the supervisor what the disk did not take.
     """
 
     def report_error(error: BaseException) -> int:
@@ -60,7 +61,8 @@ def run_rank(task: RankTask, end: EndWriter) -> int:
         os.environ.update(rank_variables(task.ranks, task.master_port, os.environ))
         trace = task.run_dir / "logs" / f"nccl-attempt-{task.ranks.attempt:02d}-rank-"
         os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(trace))  # torch appends the rank
-        code = int(resolve(task.entry, "phalanx", "")(task.payload | {REPORT_ERROR: report_error}) or 0) & 0xFF
+        more = {REPORT_ERROR: report_error, PASS_ON: end.pass_on}
+        code = int(resolve(task.entry, "phalanx", "")(task.payload | more) or 0) & 0xFF
         end.tell(EndRecord(code))
         _finish()
         return code

@@ -5,8 +5,8 @@ price of the fork. That is sound only while this process has one thread and has 
 is told to, forks, reaps and reports, and nothing else. User modules are imported in the ranks.
 
 It is told by newline-terminated JSON: prepare, start, signal, show_stacks, kill. It says: ready, preload_failed or
-preload_begins_cuda, started or start_failed, record (what a rank says of its own end), exit (of each rank, at once),
-store_exit.
+preload_begins_cuda, started or start_failed, record (what a rank says of its own end), refused_event (what its disk did
+not take), exit (of each rank, at once), store_exit.
 """
 
 from __future__ import annotations
@@ -157,8 +157,11 @@ class Server:
             os.close(write_end)
 
     def _forward_record(self, rank: int) -> None:
-        """Pass on what a rank has said of its end, if it has by now."""
-        record = self._attempt.records[rank].read()
+        """Pass on what a rank has said of its end, if it has by now, and events that its disk refused."""
+        reader = self._attempt.records[rank]
+        record = reader.read()
+        for line in reader.take_events():
+            self._link.send({"say": "refused_event", "attempt": self._attempt.number, "line": line})
         if record is not None:
             self._link.send({"say": "record", "attempt": self._attempt.number, "rank": rank, "record": record})
 

@@ -65,15 +65,17 @@ def supervise(
     on_tick: Callable[[], None] = lambda: None,
     say: Callable[[str], None],
     newest_step: Callable[[], int] = lambda: 0,
+    on_refused_event: Callable[[str], None] = lambda line: None,
 ) -> Outcome:
     """Run the ranks of `spec` to their end; nothing that it started is left when it returns or raises.
 
     `on_tick` is called about ten times a second, `say` with lines for the person. `newest_step` is the step of the
-    newest checkpoint, from which a restart continues. `bus` is the supervisor's (rank -1).
+    newest checkpoint, from which a restart continues. `on_refused_event` gets the lines of ranks' events that the disk
+    did not take. `bus` is the supervisor's (rank -1).
     Raises PhalanxError if the run directory cannot be written.
     """
     with SignalInbox() as inbox:
-        supervisor = _Supervisor(spec, bus, Attention(inbox, on_tick), _quietly(say), newest_step)
+        supervisor = _Supervisor(spec, bus, Attention(inbox, on_tick), _quietly(say), newest_step, on_refused_event)
         try:
             return supervisor.run()
         finally:
@@ -89,9 +91,10 @@ class _Supervisor:
         attention: Attention,
         say: Callable[[str], None],
         newest_step: Callable[[], int],
+        on_refused_event: Callable[[str], None],
     ) -> None:
         self._spec, self._bus, self._attention = spec, bus, attention
-        self._say, self._newest_step = say, newest_step
+        self._say, self._newest_step, self._on_refused_event = say, newest_step, on_refused_event
         self._server: ServerProcess | None = None
         self._stop = Stop()
         self._policy = RestartPolicy(spec.max_restarts, spec.restart_window_s)
@@ -150,6 +153,7 @@ class _Supervisor:
             self._stop,
             self._say,
             on_started,
+            self._on_refused_event,
         )
         return watch.run(self._spec.entry, self._spec.payload | self._spec.payload_of_attempt())
 

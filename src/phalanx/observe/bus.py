@@ -18,7 +18,7 @@ from pathlib import Path
 
 from phalanx.core.secrets import Redactor
 from phalanx.observe.event_file import EventFile
-from phalanx.observe.events import Envelope, Event, Note, SinkDropped, seal
+from phalanx.observe.events import EVENTS_UNWRITTEN, Envelope, Event, Note, SinkDropped, seal
 from phalanx.observe.outlet import OpenSink, Outlet, Sink
 
 __all__ = ["CLOSE_S", "Bus", "OpenSink", "Sink", "event_path"]
@@ -100,7 +100,7 @@ class Bus:
             refusal = self.refusal
         if is_news and refusal is not None:
             why = f"events cannot be written ({refusal.strerror}): they are kept, shown, and written once they can be"
-            self._tell("", Note("events_unwritten", {"why": why}))
+            self._tell("", Note(EVENTS_UNWRITTEN, {"why": why}))
         if not is_written:
             self._on_unwritten(envelope)
         for outlet in self._outlets:
@@ -121,7 +121,8 @@ class Bus:
             outlet.join(until, max(0.0, more_s - max(0.0, time.monotonic() - until)))
         if self.num_unwritten:
             why = f" ({self.refusal.strerror})" if self.refusal is not None else ""
-            self.emit(SinkDropped("events", self.num_unwritten, f"the event file did not take them{why}"))
+            whose = "the supervisor" if self.rank < 0 else f"rank {self.rank}"
+            self.emit(SinkDropped("events", self.num_unwritten, f"the event file of {whose} did not take them{why}"))
         with self._lock:
             if self._file is not None:
                 self._file.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -16,11 +17,12 @@ from phalanx.observe.activity import Activity
 from phalanx.observe.events import Envelope, EvalFinished, StepFinished
 from phalanx.observe.screen import open_screen
 from phalanx.observe.units import TEXT, Units
-from phalanx.observe.words import describe
+from phalanx.observe.words import describe, failed_again
 
 AVERAGED_STEPS = 20
 WARM_UP_STEPS = 2  # of each attempt: they allocate, compile and fill caches, and say nothing of those that follow
 REDRAW_S = 0.1
+_VARYING = re.compile(r"[0-9a-fA-F]*[0-9][0-9a-fA-F]*")  # steps, ranks, ids of requests
 
 # The supervisor itself says why ranks start again, and a run's last lines show what came out.
 TOLD_ELSEWHERE = (
@@ -110,6 +112,7 @@ class Pace:
     num_skipped: int = 0
     is_first_of_attempt: bool = False
     activity: Activity = field(default_factory=Activity)
+    _failure: str = ""  # why the last save failed, without its numbers; empty once one is there
     _num_of_attempt: int = 0  # steps that were seen
     _recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=AVERAGED_STEPS))
     _memory_bytes: dict[int, float] = field(default_factory=dict)
@@ -144,7 +147,14 @@ class Pace:
         return True
 
     def words(self, envelope: Envelope) -> str | None:
-        """The line for an event that is told here, or None."""
+        """The line for an event that is told here, or None. A save that fails as the one before did is told briefly."""
+        event = envelope.event
+        if isinstance(event, events.CheckpointSaved):
+            self._failure = ""
+        elif isinstance(event, events.CheckpointFailed):
+            before, self._failure = self._failure, _VARYING.sub("N", event.reason)
+            if before == self._failure:
+                return failed_again(event)
         return None if isinstance(envelope.event, TOLD_ELSEWHERE) else describe(envelope, self.units)
 
     @property

@@ -210,11 +210,15 @@ class CheckpointsRemoved(Event):
 
 @dataclass(frozen=True)
 class CheckpointFailed(Event):
-    """A save failed on some rank; the checkpoints before it stand, and training goes on. From rank 0."""
+    """A save failed on some rank; the checkpoints before it stand. From rank 0.
+
+    `training_goes_on`: another save is tried later; False for the last one of a job, and in earlier releases.
+    """
 
     step: int
     path: str
     reason: str
+    training_goes_on: bool = False
 
 
 @dataclass(frozen=True)
@@ -403,6 +407,7 @@ class LoaderWorkerReplaced(Event):
     reason: str
 
 
+EVENTS_UNWRITTEN = "events_unwritten"  # code of the note that a disk refuses what is recorded
 RESUMED = "resumed"  # code of the note with which a person's --resume begins; restarts have an event of their own
 
 

@@ -10,7 +10,7 @@ from phalanx.observe import events
 from phalanx.observe.events import Envelope, EvalFinished
 from phalanx.observe.units import TEXT, Units
 
-MAX_LINE, MAX_SAMPLE = 300, 100
+MAX_LINE, MAX_SAMPLE = 2000, 100  # a warning is of no use without its end, where it says what to do
 
 
 def _squeezed(text: str, limit: int) -> str:
@@ -56,7 +56,7 @@ def _words(event: events.Event, units: Units) -> str | None:
             names = ", ".join(f"step-{step}" for step in event.steps)
             return f"removed old checkpoint{'s' if len(event.steps) > 1 else ''} {names}"
         case events.CheckpointFailed():
-            return f"checkpoint of step {event.step} failed: {event.reason} ({event.path})"
+            return _failed(event)
         case events.CheckpointUnusable():
             return f"step-{event.step} cannot be used, going back to the one before: {event.reason}"
         case events.TextGenerated():
@@ -78,7 +78,7 @@ def _words(event: events.Event, units: Units) -> str | None:
             return f"a loader worker was replaced at step {event.step}: {event.reason}"
         case events.SinkDropped():
             lost = f"lost {plural(event.num_dropped, 'event')}" if event.num_dropped else "dropped"
-            return f"sink {event.sink} {lost}: {event.reason}"
+            return f"{lost}: {event.reason}" if event.sink == "events" else f"sink {event.sink} {lost}: {event.reason}"
         case events.Note():
             # A note is for machines and the report, unless it says why something is not as one would expect.
             return f"{event.code.replace('_', ' ')}: {event.facts['why']}" if "why" in event.facts else None
@@ -92,6 +92,20 @@ def _saved(event: events.CheckpointSaved) -> str:
         f", training stood still for {format_seconds(event.stall_s)}" if 0 < event.stall_s < event.wall_s / 2 else ""
     )
     return f"saved checkpoint of step {event.step}: {event.path} ({size}{new}, {took}{stall})"
+
+
+def _failed(event: events.CheckpointFailed) -> str:
+    where = "" if event.path in event.reason else f" ({event.path})"
+    return f"checkpoint of step {event.step} failed: {event.reason}{where}{_what_follows(event)}"
+
+
+def failed_again(event: events.CheckpointFailed) -> str:
+    """The line for a save that failed as the one before did."""
+    return f"checkpoint of step {event.step} failed for the same reason{_what_follows(event)}"
+
+
+def _what_follows(event: events.CheckpointFailed) -> str:
+    return "; training goes on, and tries again later" if event.training_goes_on else ""
 
 
 def _pipeline(event: events.PipelineMeasured) -> str:

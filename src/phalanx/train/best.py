@@ -46,9 +46,9 @@ class Best:
                 place=self._place_of(step),
             )
         except CheckpointError as error:
-            self._bus.emit(CheckpointFailed(step, BEST, str(error)))
+            self._bus.emit(CheckpointFailed(step, BEST, str(error), training_goes_on=True))
         except OSError as error:
-            self._bus.emit(CheckpointFailed(step, BEST, error.strerror or str(error)))
+            self._bus.emit(CheckpointFailed(step, BEST, error.strerror or str(error), training_goes_on=True))
 
     def _place_of(self, step: int) -> str | None:
         """Where the checkpoint of a step is, if that is not in the run's own directory."""

@@ -87,7 +87,7 @@ class Saves:
         waited_s = time.perf_counter() - began
         try:
             if is_last_chance or not self._saver.asynchronous or not self._begin(waited_s):
-                self._save_now(tidy)
+                self._save_now(tidy, is_last_chance)
         except RunTakenError:
             raise
         except CheckpointError:
@@ -132,8 +132,8 @@ class Saves:
         self._clock.restart(self._began_s)
         return True
 
-    def _save_now(self, tidy: bool) -> None:
-        self._saver.save(self._state.step, self._state.snapshot, record=self._record, tidy=tidy)
+    def _save_now(self, tidy: bool, is_last: bool) -> None:
+        self._saver.save(self._state.step, self._state.snapshot, record=self._record, tidy=tidy, is_last=is_last)
         self._clock.restart(time.monotonic())
         self._saved(self._state.step)
 
