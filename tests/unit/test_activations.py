@@ -20,6 +20,7 @@ from phalanx.nn.objective import causal_cross_entropy, classification_cross_entr
 from phalanx.parallel.parallelize import parallelize
 from phalanx.parallel.saved import SavedBytes
 from phalanx.plan.layout import Layout
+from phalanx.plan.masks import QUERY_BLOCK
 from phalanx.plan.memory import Workload, activation_bytes, kept_bytes
 from phalanx.plan.planner import make_plan
 from phalanx.plan.segments import mixed, segments_of
@@ -82,11 +83,22 @@ def test_prediction_is_what_autograd_keeps(changes: dict[str, Any], precision: s
     assert num_bytes == pytest.approx(activation_bytes(shape, work), rel=0.003 if precision == "fp32" else 0.02)
 
 
-def saved_bytes(rank: int, changes: dict[str, Any], precision: str, documents: bool) -> int:
+@pytest.mark.parametrize("documents", [False, True], ids=["packed", "documents"])
+def test_masks_of_long_sequences_are_not_kept(documents: bool) -> None:
+    """Made for a block of queries at a time: autograd keeps what it keeps without a mask. Some blocks have a window."""
+    changes, length = VARIANTS["gemma3"], QUERY_BLOCK + 100
+    (num_bytes,) = run_ranks(1, saved_bytes, changes, "fp32", documents, 2, length)
+    work = Workload(2, length, "fp32", "none", 1024, document_masks=documents)
+    assert num_bytes == pytest.approx(kept_bytes(replace(BASE, **changes), work), rel=0.003)
+
+
+def saved_bytes(
+    rank: int, changes: dict[str, Any], precision: str, documents: bool, batch: int = BATCH, length: int = LENGTH
+) -> int:
     shape = replace(BASE, **changes)
     model = filled(Decoder(shape))
-    tokens = torch.randint(0, 97, (BATCH, LENGTH))
-    ids = (torch.arange(LENGTH) > 20).long().expand(BATCH, -1) if documents else None
+    tokens = torch.randint(0, 97, (batch, length))
+    ids = (torch.arange(length) > 20).long().expand(batch, -1) if documents else None
     saved = SavedBytes()
     with saved.counting(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
         causal_cross_entropy(1024)(model(tokens, document_ids=ids), {"targets": tokens})

@@ -225,6 +225,23 @@ def test_document_masks_cost_memory() -> None:
     assert more == 8 * 512 * 512 * 4
 
 
+def test_masks_of_long_sequences_pass_block_by_block() -> None:
+    """Twice the tokens take twice the memory for masks, and a window takes the same for any length."""
+
+    def activations(seq_len: int, **model: Any) -> int:
+        documents = not model
+        found = plan(model=model, data={"document_masks": documents, "seq_len": seq_len}, parallel={"ranks": 2})
+        return found.chosen.predicted_bytes["activations"]
+
+    def masks(seq_len: int, window: int = 0) -> int:
+        masked = activations(seq_len, sliding_window=window) if window else activations(seq_len)
+        return masked - activations(seq_len, sliding_window=seq_len)  # a window that hides nothing
+
+    batch, element = 8, 4 + 1  # the mask in fp32 and the booleans that it is made of
+    assert [masks(length) for length in (2048, 4096)] == [batch * 1024 * length * element for length in (2048, 4096)]
+    assert masks(2048, 100) == masks(4096, 100) == 1024 * (1024 + 99) * element
+
+
 @pytest.mark.parametrize(
     ("sections", "is_copied"),
     [

@@ -15,11 +15,11 @@ from gpu_check.cases import Case
 from gpu_check.parity import compare
 from gpu_check.training import Say
 from phalanx.core.phases import Phases
+from phalanx.mesh.attention_kernels import kernel_of
 from phalanx.nn.attention import attention_mask
 from phalanx.parallel.cp import ContextMask
 from phalanx.parallel.cp_attention import _Blockwise
 from phalanx.parallel.cp_chunks import Chunks
-from phalanx.parallel.cp_products import kernel_of
 
 RANKS, BATCH, HEADS, KV_HEADS, WIDTH = 4, 2, 4, 2, 64
 REFERENCE = Path(__file__).parents[3] / "tests" / "online_softmax.py"

@@ -10,8 +10,10 @@ from torch import nn
 
 from phalanx.job.shape import ModelShape
 from phalanx.mesh.attend import attend
+from phalanx.mesh.attend_blocks import attend_by_blocks, is_masked
 from phalanx.nn.norms import RMSNorm
 from phalanx.nn.rotary import rotate
+from phalanx.plan.masks import QUERY_BLOCK
 
 
 def attention_mask(
@@ -29,7 +31,7 @@ def attention_mask(
     serves all blocks that attend alike. It is in the compute type: kernels would turn booleans into that, a copy for
     every block that autograd keeps.
     """
-    if document_ids_BT is None and not 0 < window < num_tokens:
+    if not is_masked(num_tokens, window, document_ids_BT):
         return None
     keep = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device)
     if causal:
@@ -42,10 +44,27 @@ def attention_mask(
     return torch.zeros(keep.shape, dtype=dtype, device=device).masked_fill_(~keep, -torch.inf)[:, None]
 
 
+def shared_mask(
+    num_tokens: int,
+    window: int,
+    document_ids_BT: torch.Tensor | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    causal: bool = True,
+) -> torch.Tensor | None:
+    """attention_mask for all blocks of a model, where it is small. None for a sequence of more than QUERY_BLOCK tokens:
+    AttentionCore, which is given window and documents, too, then makes masks of a block of queries at a time."""
+    if num_tokens > QUERY_BLOCK:
+        return None
+    return attention_mask(num_tokens, window, document_ids_BT, dtype, device, causal=causal)
+
+
 class AttentionCore(nn.Module):
     """Softmax attention. `document_ids` (or None) keeps documents from seeing each other.
 
     `mask` is attention_mask of the same window, documents and direction, where the model made it for several blocks.
+    Without one, memory grows with the sequence's length and not with its square.
     """
 
     def __init__(self, *, causal: bool = True, window: int = 0) -> None:
@@ -61,9 +80,13 @@ class AttentionCore(nn.Module):
         document_ids_BT: torch.Tensor | None = None,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        num_tokens = q_BHTE.shape[2]
+        if mask is None and num_tokens > QUERY_BLOCK and is_masked(num_tokens, self.window, document_ids_BT):
+            window, is_causal = self.window, self.causal
+            return attend_by_blocks(q_BHTE, k_BKTE, v_BKTE, document_ids_BT, window=window, is_causal=is_causal)
         if mask is None:
             mask = attention_mask(
-                q_BHTE.shape[2], self.window, document_ids_BT, q_BHTE.dtype, q_BHTE.device, causal=self.causal
+                num_tokens, self.window, document_ids_BT, q_BHTE.dtype, q_BHTE.device, causal=self.causal
             )
         return attend(q_BHTE, k_BKTE, v_BKTE, mask, is_causal=self.causal)
 

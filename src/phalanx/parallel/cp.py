@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from phalanx.core.errors import LayoutError
+from phalanx.mesh.attend_blocks import Seen, is_masked
 from phalanx.mesh.logical import full_name
 from phalanx.mesh.seams import attention_cores, has_attention_seam
 from phalanx.parallel.cp_attention import ATTEND
@@ -28,6 +29,7 @@ from phalanx.parallel.cp_chunks import Chunks
 from phalanx.parallel.cp_group import ContextGroup
 from phalanx.parallel.protocol import Order, Workpiece
 from phalanx.plan.context import no_attention_seam
+from phalanx.plan.masks import QUERY_BLOCK
 from phalanx.plan.plan import Plan
 
 PER_TOKEN = ("inputs", "targets", "positions")
@@ -77,7 +79,8 @@ def _require_seams(module: nn.Module, cores: list[tuple[nn.Module, Any]], *, is_
 class ContextMask:
     """Makes masks in place of `attention_mask`: `num_tokens` are this rank's, `document_ids` [B, all tokens] are whole.
 
-    Before and after are places in the sequence: positions begin again with each document.
+    Before and after are places in the sequence: positions begin again with each document. Where a mask would have more
+    than QUERY_BLOCK rows, the result is what attention makes masks of a block of rows from.
     """
 
     group: ContextGroup
@@ -92,14 +95,15 @@ class ContextMask:
         document_ids_BT: torch.Tensor | None,
         dtype: torch.dtype,
         device: torch.device,
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor | Seen | None:
         total, size = num_tokens * self.group.size, self.group.size
         if document_ids_BT is not None and document_ids_BT.shape[1] != total:
             raise LayoutError(f"document_ids are of {document_ids_BT.shape[1]} tokens, and sequences have {total}")
-        if self.whole:
-            return self.make(total, window, document_ids_BT, dtype, device)
-        if document_ids_BT is None and not 0 < window < total:
-            return None
+        made = self.make(total, window, document_ids_BT, dtype, device) if self.whole else None
+        if made is not None or not is_masked(total, window, document_ids_BT):
+            return made
+        if self.whole or num_tokens > QUERY_BLOCK:
+            return Seen(document_ids_BT, window, is_causal=True)
         places = [self.group.chunks.places(rank, total, device) for rank in range(size)]
         queries, keys = places[self.group.rank], torch.cat(places)
         back = queries[:, None] - keys[None, :]
@@ -127,11 +131,11 @@ class ContextCore(nn.Module):
         v_BKTE: torch.Tensor,
         positions_BT: torch.Tensor | None,
         document_ids_BT: torch.Tensor | None = None,
-        mask: torch.Tensor | None = None,
+        mask: torch.Tensor | Seen | None = None,
     ) -> torch.Tensor:
         if mask is None:
             mask = self._masks(q_BHTE.shape[2], self.window, document_ids_BT, q_BHTE.dtype, q_BHTE.device)
-        elif mask.dtype != q_BHTE.dtype:
+        elif isinstance(mask, torch.Tensor) and mask.dtype != q_BHTE.dtype:
             mask = mask.to(q_BHTE.dtype)
         return self._attend(q_BHTE, k_BKTE, v_BKTE, mask, self.window, self._masks.group)
 

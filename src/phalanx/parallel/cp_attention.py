@@ -16,22 +16,26 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from phalanx.mesh.attend import attend
+from phalanx.mesh.attend_blocks import Seen, attend_by_blocks
 from phalanx.parallel.cp_group import GRADIENTS, KEYS, ContextGroup
 from phalanx.parallel.cp_products import Block, Products, Running
+from phalanx.plan.masks import QUERY_BLOCK
 
 Attend = Callable[..., torch.Tensor]
+MaskOrSeen = torch.Tensor | Seen | None
 
 
 def ring(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, window: int, group: ContextGroup
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: MaskOrSeen, window: int, group: ContextGroup
 ) -> torch.Tensor:
-    """[B, H, T, E]. `mask`: [B or 1, 1, T, all keys in rank order], or None: causal alone."""
+    """[B, H, T, E]. `mask`: [B or 1, 1, T, all keys in rank order]; or Seen, from which each block of queries gets its
+    mask; or None: causal alone."""
     out: torch.Tensor = _Blockwise.apply(q, k, v, mask, window, group, _Ring)
     return out
 
 
 def all_gather(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, window: int, group: ContextGroup
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: MaskOrSeen, window: int, group: ContextGroup
 ) -> torch.Tensor:
     """As `ring`."""
     out: torch.Tensor = _Blockwise.apply(q, k, v, mask, window, group, _Gathered)
@@ -39,11 +43,14 @@ def all_gather(
 
 
 def ulysses(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, window: int, group: ContextGroup
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: MaskOrSeen, window: int, group: ContextGroup
 ) -> torch.Tensor:
-    """[B, H, T, E]. `mask`: [B or 1, 1, all tokens, all tokens] in the sequence's order, or None: causal alone."""
+    """[B, H, T, E]. `mask`: [B or 1, 1, all tokens, all tokens] in the sequence's order; else as of `ring`."""
     q, k, v = (_ToHeads.apply(x, group) for x in (q, k, v))
-    out = attend(q, k, v, mask, is_causal=True)
+    if isinstance(mask, Seen):
+        out = attend_by_blocks(q, k, v, mask.document_ids_BT, window=mask.window, is_causal=mask.is_causal)
+    else:
+        out = attend(q, k, v, mask, is_causal=True)
     found: torch.Tensor = _ToTokens.apply(out, group)
     return found
 
@@ -61,7 +68,7 @@ class _Blockwise(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        mask: torch.Tensor | None,
+        mask: MaskOrSeen,
         window: int,
         group: ContextGroup,
         carrier: type[_Ring] | type[_Gathered],
@@ -69,11 +76,11 @@ class _Blockwise(torch.autograd.Function):
         q, kv = q.contiguous(), torch.stack((k, v))
         running, products = Running.empty(q), Products(q)
         for owner, block_kv in carrier(group).blocks(kv):
-            block = _block(group, owner, block_kv, mask, window)
-            if block is not None:
+            for block in _blocks(group, owner, block_kv, mask, window):
                 products.forward(running, block)
         out = running.out.to(q.dtype)
-        ctx.save_for_backward(q, kv, out, running.lse, *(() if mask is None else (mask,)))
+        ctx.save_for_backward(q, kv, out, running.lse, *((mask,) if isinstance(mask, torch.Tensor) else ()))
+        ctx.seen = mask if isinstance(mask, Seen) else None
         ctx.window, ctx.group, ctx.carrier = window, group, carrier
         return out
 
@@ -81,32 +88,61 @@ class _Blockwise(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         q, kv, out, lse, *masks = ctx.saved_tensors
-        group, mask, grad = ctx.group, (masks[0] if masks else None), grad.contiguous()
+        group, mask, grad = ctx.group, (masks[0] if masks else ctx.seen), grad.contiguous()
         grad_q, products = torch.zeros(q.shape, dtype=lse.dtype, device=q.device), Products(q)
 
         def of_block(owner: int, block_kv: torch.Tensor) -> torch.Tensor:
-            block = _block(group, owner, block_kv, mask, ctx.window)
-            if block is None:
-                return torch.zeros(block_kv.shape, dtype=lse.dtype, device=q.device)
-            return products.backward(grad, out, lse, block, grad_q)
+            grad_kv = torch.zeros(block_kv.shape, dtype=lse.dtype, device=q.device)
+            for block in _blocks(group, owner, block_kv, mask, ctx.window):
+                products.backward(grad, out, lse, block, grad_q, grad_kv)
+            return grad_kv
 
         grad_kv = ctx.carrier(group).gradients(kv, of_block).to(q.dtype)
         return grad_q.to(q.dtype), grad_kv[0], grad_kv[1], None, None, None, None
 
 
-def _block(group: ContextGroup, owner: int, kv: torch.Tensor, mask: torch.Tensor | None, window: int) -> Block | None:
-    """What this rank's queries see of `owner`'s keys; None if that is nothing."""
+def _blocks(group: ContextGroup, owner: int, kv: torch.Tensor, mask: MaskOrSeen, window: int) -> Iterator[Block]:
+    """What this rank's queries see of `owner`'s keys: nothing, one product, or with Seen one for every block of queries
+    and chunk of keys that meet."""
     chunks, num_tokens = group.chunks, kv.shape[3]
     part = chunks.part(group.rank, owner, num_tokens * group.size, window)
     if part is None:
-        return None
-    rows, columns = (each(num_tokens // chunks.per_rank) for each in (part.queries, part.keys))
+        return
+    length = num_tokens // chunks.per_rank
+    rows, columns = part.queries(length), part.keys(length)
     if mask is None:
-        return Block(kv, rows, columns, None, part.is_causal)
-    here = mask[:, :, rows, owner * num_tokens : (owner + 1) * num_tokens][..., columns]
-    if here.device.type == "cpu" and not (here == 0).any():  # a GPU would have to be waited for
-        return None
-    return Block(kv, rows, columns, here, is_causal=False)
+        yield Block(kv, rows, columns, None, part.is_causal)
+    elif isinstance(mask, torch.Tensor):
+        here = mask[:, :, rows, owner * num_tokens : (owner + 1) * num_tokens][..., columns]
+        if not _hides_all(here):
+            yield Block(kv, rows, columns, here, is_causal=False)
+    else:
+        for at in range(part.first_query, part.last_query):
+            for to in range(part.first_key, part.last_key):
+                starts = (chunks.of(group.rank)[at] * length, chunks.of(owner)[to] * length)
+                yield from _blocks_of_chunks(kv, (at * length, to * length), starts, length, mask)
+
+
+def _blocks_of_chunks(
+    kv: torch.Tensor, lies_at: tuple[int, int], starts: tuple[int, int], length: int, seen: Seen
+) -> Iterator[Block]:
+    """The same of one chunk of queries and one of keys: where they lie among their ranks' tokens, and where they start
+    in the sequence."""
+    row, column = (lies - start for lies, start in zip(lies_at, starts, strict=True))
+    for first in range(starts[0], starts[0] + length, QUERY_BLOCK):
+        last = min(first + QUERY_BLOCK, starts[0] + length)
+        begin, end = seen.reach(first, last)
+        begin, end = max(begin, starts[1]), min(end, starts[1] + length)
+        if begin < end:
+            mask = seen.mask(first, last, begin, end, kv.dtype, kv.device)
+            if not _hides_all(mask):
+                rows, columns = slice(first + row, last + row), slice(begin + column, end + column)
+                yield Block(kv, rows, columns, mask, is_causal=False)
+
+
+def _hides_all(mask: torch.Tensor) -> bool:
+    """Of a mask on a CPU: a GPU would have to be waited for."""
+    return mask.device.type == "cpu" and not bool((mask == 0).any())
 
 
 class _Ring:

@@ -6,139 +6,11 @@ Shape suffixes: B batch, H query heads, K key/value heads, T this rank's tokens,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from phalanx.mesh.attend import repeated
-
-
-class Kernel(Protocol):
-    """Softmax attention of one block that also says its log-sum-exp [B, H, T], and its gradients when `out` and `lse`
-    are those over all blocks. `mask`: [B or 1, 1, T, S], added to the scores. Heads of keys are those of queries, or
-    with `takes_groups` as many as there are."""
-
-    takes_groups: bool
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, is_causal: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    def backward(
-        self,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        mask: torch.Tensor | None,
-        is_causal: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
-
-
-class CpuFlash:
-    """torch's flash attention for the CPU: fp64, fp32, bf16, fp16."""
-
-    takes_groups = True
-
-    def forward(self, q, k, v, mask, is_causal):  # type: ignore[no-untyped-def]
-        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, lse = op(q, k, v, 0.0, is_causal, attn_mask=mask)
-        return out, lse
-
-    def backward(self, grad, q, k, v, out, lse, mask, is_causal):  # type: ignore[no-untyped-def]
-        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return op(grad, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask)
-
-
-class Plain:
-    """Matrix products and a softmax: any device and type; scores are whole in memory."""
-
-    takes_groups = False
-
-    def forward(self, q, k, v, mask, is_causal):  # type: ignore[no-untyped-def]
-        scores = _scores(q, k, mask, is_causal)
-        lse = scores.logsumexp(-1)
-        return (scores - lse.unsqueeze(-1)).exp().to(v.dtype) @ v, lse
-
-    def backward(self, grad, q, k, v, out, lse, mask, is_causal):  # type: ignore[no-untyped-def]
-        weights = (_scores(q, k, mask, is_causal) - lse.unsqueeze(-1)).exp()
-        of_rows = (grad.to(weights.dtype) * out.to(weights.dtype)).sum(-1, keepdim=True)
-        of_scores = weights * ((grad @ v.mT).to(weights.dtype) - of_rows) * q.shape[-1] ** -0.5
-        of_scores = of_scores.to(q.dtype)
-        return of_scores @ k, of_scores.mT @ q, weights.to(grad.dtype).mT @ grad
-
-
-def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, is_causal: bool) -> torch.Tensor:
-    scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1] ** -0.5
-    if is_causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(hidden, -torch.inf)
-    return scores if mask is None else scores + mask
-
-
-class CudaFlash:
-    """torch's flash attention for CUDA: bf16 and fp16, no mask but the causal one, heads of multiples of 8."""
-
-    takes_groups = True
-
-    def forward(self, q, k, v, mask, is_causal):  # type: ignore[no-untyped-def]
-        op = torch.ops.aten._scaled_dot_product_flash_attention
-        out, lse, *_ = op(q, k, v, 0.0, is_causal)
-        return out, lse
-
-    def backward(self, grad, q, k, v, out, lse, mask, is_causal):  # type: ignore[no-untyped-def]
-        op = torch.ops.aten._scaled_dot_product_flash_attention_backward
-        none = torch.zeros((), dtype=torch.int64)  # seed and offset of a dropout that there is not
-        lengths = q.shape[2], k.shape[2]
-        return op(grad, q, k, v, out, lse.contiguous(), None, None, *lengths, 0.0, is_causal, none, none)
-
-
-class CudaEfficient:
-    """torch's memory-efficient attention for CUDA, which takes masks and says its log-sum-exp: fp32, bf16, fp16."""
-
-    takes_groups = False
-
-    def forward(self, q, k, v, mask, is_causal):  # type: ignore[no-untyped-def]
-        op = torch.ops.aten._scaled_dot_product_efficient_attention
-        out, lse, _, _ = op(q, k, v, _bias(mask, q, k), True, 0.0, is_causal)
-        return out, lse[..., : q.shape[2]]
-
-    def backward(self, grad, q, k, v, out, lse, mask, is_causal):  # type: ignore[no-untyped-def]
-        op = torch.ops.aten._scaled_dot_product_efficient_attention_backward
-        padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # its rows are aligned
-        none = torch.zeros((), dtype=torch.int64)  # seed and offset of a dropout that there is not
-        wanted = [True, True, True, False]
-        found = op(grad, q, k, v, _bias(mask, q, k), out, padded, none, none, 0.0, wanted, is_causal)
-        return found[:3]
-
-
-def _bias(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
-    """The mask for every head, in rows that begin at multiples of 8 elements, as the kernel wants them."""
-    if mask is None:
-        return None
-    room = mask.new_zeros(*mask.shape[:-1], -(-k.shape[2] // 8) * 8)
-    room[..., : k.shape[2]] = mask
-    return room[..., : k.shape[2]].expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-
-
-PLAIN, CPU_FLASH, CUDA_FLASH, CUDA_EFFICIENT = Plain(), CpuFlash(), CudaFlash(), CudaEfficient()
-LOW = (torch.bfloat16, torch.float16)
-FLASH_WIDTH = 256  # the widest head that it takes
-
-
-def kernel_of(q: torch.Tensor, mask: torch.Tensor | None) -> Kernel:
-    """What computes a block of these queries. The one place that knows devices."""
-    width = q.shape[-1]
-    table: tuple[tuple[bool, Kernel], ...] = (
-        (q.device.type == "cpu", CPU_FLASH),
-        (q.device.type != "cuda" or q.dtype is torch.float64, PLAIN),
-        (q.dtype in LOW and mask is None and width % 8 == 0 and width <= FLASH_WIDTH, CUDA_FLASH),
-        (width % 8 == 0, CUDA_EFFICIENT),
-        (True, PLAIN),
-    )
-    return next(kernel for fits, kernel in table if fits)
+from phalanx.mesh.attention_kernels import Kernel, kernel_of
 
 
 @dataclass
@@ -179,20 +51,24 @@ class Products:
         running.add(block.rows, out, lse)
 
     def backward(
-        self, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, block: Block, grad_q: torch.Tensor
-    ) -> torch.Tensor:
-        """Adds to `grad_q`, and returns what the block's keys and values get: [2, B, K, S, E], in at least fp32."""
+        self,
+        grad: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        block: Block,
+        grad_q: torch.Tensor,
+        grad_kv: torch.Tensor,
+    ) -> None:
+        """Adds to `grad_q`, and to what the block's keys and values get: [2, B, K, S, E]; both are in at least fp32."""
         rows = block.rows
         q, of_rows = self.q[:, :, rows], (x[:, :, rows] for x in (grad, out, lse))
         kernel = kernel_of(q, block.mask)
         k, v = self._keys(block, kernel)
         mine, *found = kernel.backward(next(of_rows), q, k, v, *of_rows, block.mask, block.is_causal)
         grad_q[:, :, rows] += mine
-        grad_kv = torch.zeros(block.kv.shape, dtype=grad_q.dtype, device=grad_q.device)
         heads = block.kv.shape[2]
         for into, each in zip(grad_kv, found, strict=True):
-            into[:, :, block.columns] = each.to(grad_q.dtype).unflatten(1, (heads, -1)).sum(2)
-        return grad_kv
+            into[:, :, block.columns] += each.to(grad_q.dtype).unflatten(1, (heads, -1)).sum(2)
 
     def _keys(self, block: Block, kernel: Kernel) -> tuple[torch.Tensor, torch.Tensor]:
         groups = self.q.shape[1] // block.kv.shape[2]

@@ -20,6 +20,7 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 
 MATMULS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_grouped_mm")
 ATTENTION = "_scaled_dot_product_"  # each device has its own: _flash_attention_for_cpu, _cudnn_attention, ...
+MASKED_ATTENTION = "attend_by_blocks"  # ours, of long sequences
 COLLECTIVES = "_c10d_functional"
 
 
@@ -65,6 +66,7 @@ def _policy(context: object, op: Any, *args: object, **kwargs: object) -> Checkp
     """Keep what is dear to make again: products, attention, and what came from other ranks."""
     namespace, _, name = str(op.name()).split(".")[0].partition("::")
     is_product = namespace == "aten" and (name in MATMULS or name.startswith(ATTENTION))
+    is_product |= namespace == "phalanx" and name == MASKED_ATTENTION
     is_dear = is_product or (namespace == COLLECTIVES and name != "wait_tensor")
     return CheckpointPolicy.MUST_SAVE if is_dear else CheckpointPolicy.PREFER_RECOMPUTE
 

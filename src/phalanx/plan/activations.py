@@ -138,20 +138,10 @@ def table_bytes(shape: ModelShape) -> int:
     """Of one token: cosines and sines, in fp32, for each kind of block that has its own."""
     if shape.reads_images or shape.positions != "rope":
         return 0
-    return 4 * (shape.rope_head_dim or shape.head_dim) * _num_kinds(shape)
+    return 4 * (shape.rope_head_dim or shape.head_dim) * num_kinds(shape)
 
 
-def mask_bytes(shape: ModelShape, batch_size: int, seq_len: int, c: int, *, documents: bool) -> int:
-    """Of a microbatch: one mask for each kind of block that needs one; of documents, one for every sequence."""
-    if shape.reads_images:
-        return 0
-    has_window = 0 < shape.sliding_window < seq_len
-    if documents:
-        return batch_size * seq_len**2 * c * _num_kinds(shape)
-    return seq_len**2 * c if has_window and shape.num_local_layers else 0
-
-
-def _num_kinds(shape: ModelShape) -> int:
+def num_kinds(shape: ModelShape) -> int:
     """2 if some blocks have a window and others have not."""
     return 2 if 0 < shape.num_local_layers < shape.num_layers else 1
 

@@ -18,6 +18,7 @@ from phalanx.plan import activations
 from phalanx.plan.coverage import measured_of_one_rank
 from phalanx.plan.data_parallel import ALL_BLOCKS, DataParallel, split_dim
 from phalanx.plan.fp8 import fp8_bytes, fp8_params
+from phalanx.plan.masks import kept_mask_bytes, passing_mask_bytes
 from phalanx.plan.rules import Rule
 from phalanx.plan.segments import Segment, segments_of
 
@@ -126,7 +127,8 @@ def activation_bytes(shape: ModelShape, work: Workload) -> float:
     the redone ones would have kept is alive.
     """
     c = work.compute_bytes
-    return work.tokens * worst_moment(*stretches(shape, work)) + _outside_blocks(shape, work, c)
+    in_blocks = work.tokens * worst_moment(*stretches(shape, work))
+    return in_blocks + _outside_blocks(shape, work, c) + passing_mask_bytes(shape, work)
 
 
 def worst_moment(kept: Sequence[int], redone: Sequence[int]) -> int:
@@ -148,7 +150,8 @@ def activation_bytes_on_device(shape: ModelShape, work: Workload) -> float:
     """With activations in host memory: of the stretch that is computed and of the next, which is on its way."""
     kept, redone = stretches(shape, work)
     pairs = (now + after + again for now, after, again in zip(kept, [*kept[1:], 0], redone, strict=True))
-    return work.tokens * max(pairs) + _outside_blocks(shape, work, work.compute_bytes)
+    outside = _outside_blocks(shape, work, work.compute_bytes)
+    return work.tokens * max(pairs) + outside + passing_mask_bytes(shape, work)
 
 
 def stretches(shape: ModelShape, work: Workload, begin: int = 0, end: int | None = None) -> tuple[list[int], list[int]]:
@@ -186,19 +189,12 @@ def stretches(shape: ModelShape, work: Workload, begin: int = 0, end: int | None
 
 
 def _outside_blocks(shape: ModelShape, work: Workload, c: int) -> float:
-    masks = mask_bytes(shape, work)
+    masks = kept_mask_bytes(shape, work)
     if shape.reads_images:  # the last norm and the head see one token of each image
         return work.micro_batch_size * activations.image_bytes(shape, c)
     last = activations.norm_bytes(shape, shape.dim, c, work.sequence_parts)
     looked_up = LOOKED_UP_BYTES if work.tp > 1 else 0
     return work.tokens * (last + looked_up + activations.table_bytes(shape)) + masks
-
-
-def mask_bytes(shape: ModelShape, work: Workload) -> int:
-    """Of attention's masks for a microbatch: with cp of a rank's own queries, but of ulysses, whole."""
-    c, documents = work.compute_bytes, work.document_masks
-    whole = activations.mask_bytes(shape, work.micro_batch_size, work.seq_len, c, documents=documents)
-    return whole // (1 if work.cp_attention == "ulysses" else work.cp)
 
 
 def loss_bytes(shape: ModelShape, work: Workload) -> float:

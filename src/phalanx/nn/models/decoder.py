@@ -13,7 +13,7 @@ from torch import nn
 
 from phalanx.job.shape import ModelShape
 from phalanx.mesh.logical import LogicalShard
-from phalanx.nn.attention import attention_mask
+from phalanx.nn.attention import shared_mask
 from phalanx.nn.block import Block, init_rules
 from phalanx.nn.init import initialize_shards
 from phalanx.nn.norms import build_norm
@@ -43,7 +43,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(shape, layer, self.balance) for layer in range(shape.num_layers))
         self.norm = build_norm(shape)
         self.head = None if shape.tie_embeddings else nn.Linear(shape.dim, shape.vocab_size, bias=False)
-        self.attention_mask = attention_mask  # the seam that makes masks: context parallelism puts in its own
+        self.attention_mask = shared_mask  # the seam that makes masks: context parallelism puts in its own
         self.last_stage = ("embed",) if shape.tie_embeddings else ()  # of a pipeline: what it holds, too
 
     def forward(

@@ -8,12 +8,12 @@ from functools import lru_cache
 from phalanx.job import counts
 from phalanx.job.shape import ModelShape
 from phalanx.plan import activations
+from phalanx.plan.masks import kept_mask_bytes, passing_mask_bytes
 from phalanx.plan.memory import (
     LOOKED_UP_BYTES,
     StateBytes,
     Workload,
     loss_bytes,
-    mask_bytes,
     of_one_rank,
     on_device,
     state_bytes,
@@ -31,8 +31,8 @@ ASKED_FOR = 2  # messages that a rank has room for before it needs them
 
 @dataclass(frozen=True)
 class StageBytes:
-    """Of one microbatch in one stage. `kept` from its forward to its backward; `redone` on top in a backward that
-    recomputes; `for_weights` between the two halves of a backward."""
+    """Of one microbatch in one stage. `kept` from its forward to its backward; `redone` on top in its backward:
+    what that recomputes, and masks; `for_weights` between the two halves of a backward."""
 
     kept: int
     redone: int
@@ -95,7 +95,7 @@ def stage_bytes(shape: ModelShape, work: Workload, pipeline: Pipeline, stage: in
     begin, end = pipeline.stages.ranges[stage]
     kept, redone = stretches(shape, work, begin, end)
     # Masks and tables of angles are made in every stage: a user's forward begins in each of them.
-    outside = mask_bytes(shape, work)
+    outside = kept_mask_bytes(shape, work)
     outside += tokens * activations.table_bytes(shape)
     if stage == 0:
         outside += work.micro_batch_size * activations.image_bytes(shape, c) if shape.reads_images else 0
@@ -108,7 +108,8 @@ def stage_bytes(shape: ModelShape, work: Workload, pipeline: Pipeline, stage: in
     if work.is_compiled:
         for_weights = 0  # the half of the input does both
     whole = tokens * sum(kept) + outside
-    return StageBytes(whole, tokens * (worst_moment(kept, redone) - sum(kept)), tokens * for_weights)
+    passing = tokens * (worst_moment(kept, redone) - sum(kept)) + passing_mask_bytes(shape, work)
+    return StageBytes(whole, passing, tokens * for_weights)
 
 
 def _of_the_head(shape: ModelShape, work: Workload) -> int:

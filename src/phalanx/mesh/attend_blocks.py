@@ -1,0 +1,224 @@
+"""Attention with a mask of documents or of a window, whose memory grows with T x block and not with T x T.
+
+Queries are taken in blocks of rows, each against the keys that causality and the window let it reach, with a mask of
+[rows, keys] that is made for this product alone. The backward makes each block's mask again, so that autograd keeps
+queries, keys, values, the output and its log-sum-exp, as it does without a mask.
+
+Both directions are operators of torch's own kind: a compiler and selective recompute see one operation each, as with
+torch's attention. Nothing here reads from the device: where documents end is known only there.
+
+Shape suffixes: B batch, H query heads, K key/value heads, T tokens, S a block's keys, E head width.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from phalanx.mesh.attend import repeated
+from phalanx.mesh.attention_kernels import Kernel, kernel_of
+from phalanx.plan.masks import QUERY_BLOCK
+
+
+def attend_by_blocks(
+    q_BHTE: torch.Tensor,
+    k_BKTE: torch.Tensor,
+    v_BKTE: torch.Tensor,
+    document_ids_BT: torch.Tensor | None,
+    *,
+    window: int,
+    is_causal: bool,
+    block: int = QUERY_BLOCK,
+) -> torch.Tensor:
+    """[B, H, T, E]: what `attend` computes with the mask of `window` (0: none) and documents, without that mask."""
+    kind = q_BHTE.device.type
+    if torch.is_autocast_enabled(kind) and q_BHTE.dtype is not torch.float64:  # as torch's own attention does
+        low = torch.get_autocast_dtype(kind)
+        q_BHTE, k_BKTE, v_BKTE = q_BHTE.to(low), k_BKTE.to(low), v_BKTE.to(low)
+    out, _ = _attend(q_BHTE, k_BKTE, v_BKTE, document_ids_BT, window, is_causal, block)
+    return out  # type: ignore[no-any-return]
+
+
+def is_masked(num_tokens: int, window: int, document_ids_BT: torch.Tensor | None) -> bool:
+    """Whether a token does not see all tokens, or all before it, of a sequence of so many."""
+    return document_ids_BT is not None or 0 < window < num_tokens
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Which keys a query of the same sequence sees: a window of w holds w tokens, itself among them."""
+
+    document_ids_BT: torch.Tensor | None
+    window: int
+    is_causal: bool
+
+    def reach(self, first: int, last: int, num_tokens: int = sys.maxsize) -> tuple[int, int]:
+        """The keys [begin, end) of all that queries [first, last) can see, whatever the documents are."""
+        back = self.window - 1 if self.window > 0 else sys.maxsize
+        return max(0, first - back), last if self.is_causal else min(num_tokens, last + back)
+
+    def mask(
+        self, first: int, last: int, begin: int, end: int, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """[B or 1, 1, last - first, end - begin]: 0 where a query sees a key, -inf where not."""
+        ids, shape, ahead = self.document_ids_BT, (1, last - first, end - begin), first - begin
+        if ids is None:
+            is_hidden = torch.zeros(shape, dtype=torch.bool, device=device)
+        else:
+            is_hidden = ids[:, first:last, None] != ids[:, None, begin:end]
+        # Query r and key c of the block are c - r - ahead tokens apart. Only the columns concerned are gone through.
+        if self.is_causal:
+            _hide_after(is_hidden, ahead + 1)
+        elif self.window > 0:
+            _hide_after(is_hidden, ahead + self.window)
+        if self.window > 0:
+            _hide_before(is_hidden, ahead - self.window)
+        return torch.zeros(is_hidden.shape, dtype=dtype, device=device).masked_fill_(is_hidden, -torch.inf)[:, None]
+
+
+def _hide_after(is_hidden_BRC: torch.Tensor, diagonal: int) -> None:
+    """Hides the columns c >= r + diagonal of each row r."""
+    rows = is_hidden_BRC[:, :, max(0, diagonal) :]
+    rows |= torch.ones(rows.shape[1:], dtype=torch.bool, device=rows.device).triu_(min(0, diagonal))
+
+
+def _hide_before(is_hidden_BRC: torch.Tensor, diagonal: int) -> None:
+    """Hides the columns c <= r + diagonal of each row r."""
+    rows = is_hidden_BRC[:, :, : max(0, is_hidden_BRC.shape[1] + diagonal)]
+    rows |= torch.ones(rows.shape[1:], dtype=torch.bool, device=rows.device).tril_(diagonal)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A block of queries, the keys that it reaches, and the mask between them."""
+
+    rows: slice
+    columns: slice
+    mask: torch.Tensor
+
+
+def _blocks(q_BHTE: torch.Tensor, seen: Seen, block: int) -> Iterator[_Block]:
+    """The blocks of a sequence. Without documents most have the same mask, which is made once."""
+    num_tokens, made, mask = q_BHTE.shape[2], None, torch.empty(0)
+    for first in range(0, num_tokens, block):
+        last = min(num_tokens, first + block)
+        begin, end = seen.reach(first, last, num_tokens)
+        asked = (last - first, first - begin, end - begin)
+        if seen.document_ids_BT is not None or asked != made:
+            mask, made = torch.empty(0), asked  # the one before goes before the next is made
+            mask = seen.mask(first, last, begin, end, q_BHTE.dtype, q_BHTE.device)
+        yield _Block(slice(first, last), slice(begin, end), mask)
+
+
+def _kernel_and_keys(
+    q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.Tensor
+) -> tuple[Kernel, torch.Tensor, torch.Tensor]:
+    """The kernel for masked blocks, and keys and values with as many heads as it takes: repeated once for all blocks,
+    and not kept."""
+    kernel, groups = kernel_of(q_BHTE, q_BHTE), q_BHTE.shape[1] // k_BKTE.shape[1]
+    if groups == 1 or kernel.takes_groups:
+        return kernel, k_BKTE, v_BKTE
+    return kernel, repeated(k_BKTE, groups), repeated(v_BKTE, groups)
+
+
+def _by_rows(x: torch.Tensor) -> torch.Tensor:
+    """Kernels read along the last dimension."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+_OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor? document_ids"
+_NUMBERS = "int window, bool is_causal, int block"
+
+
+@torch.library.custom_op(
+    "phalanx::attend_by_blocks",
+    mutates_args=(),
+    schema=f"({_OPERANDS}, {_NUMBERS}) -> (Tensor, Tensor)",
+)
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    document_ids: torch.Tensor | None,
+    window: int,
+    is_causal: bool,
+    block: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output, laid out as `q` is, and its log-sum-exp [B, H, T]."""
+    q, k, v = _by_rows(q), _by_rows(k), _by_rows(v)
+    out, lse = _empty_results(q)
+    with torch.autocast(q.device.type, enabled=False):
+        kernel, k, v = _kernel_and_keys(q, k, v)
+        for part in _blocks(q, Seen(document_ids, window, is_causal), block):
+            rows, columns = part.rows, part.columns
+            found = kernel.forward(q[:, :, rows], k[:, :, columns], v[:, :, columns], part.mask, False)
+            out[:, :, rows], lse[:, :, rows] = found
+            del part  # its mask goes before the next is made
+    return out, lse
+
+
+@torch.library.custom_op(
+    "phalanx::attend_by_blocks_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, {_OPERANDS}, Tensor out, Tensor lse, {_NUMBERS}) -> (Tensor, Tensor, Tensor)",
+)
+def _attend_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    document_ids: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    window: int,
+    is_causal: bool,
+    block: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k and v. Those of keys add up over blocks, in at least fp32."""
+    grad, q, k, v = grad.contiguous(), _by_rows(q), _by_rows(k), _by_rows(v)
+    grad_q, (batch, heads, tokens, width) = torch.empty_like(q), k.shape
+    sums = torch.zeros(2, batch, heads, tokens, width, dtype=lse.dtype, device=q.device)
+    with torch.autocast(q.device.type, enabled=False):
+        kernel, all_k, all_v = _kernel_and_keys(q, k, v)
+        for part in _blocks(q, Seen(document_ids, window, is_causal), block):
+            rows, columns = part.rows, part.columns
+            of_rows = (x[:, :, rows] for x in (out, lse))
+            mine, *of_keys = kernel.backward(
+                grad[:, :, rows], q[:, :, rows], all_k[:, :, columns], all_v[:, :, columns], *of_rows, part.mask, False
+            )
+            grad_q[:, :, rows] = mine
+            for into, each in zip(sums, of_keys, strict=True):
+                into[:, :, columns] += each.unflatten(1, (heads, -1)).sum(2, dtype=lse.dtype)
+            del part
+    grad_k, grad_v = (each.to(k.dtype, copy=True) for each in sums)
+    return grad_q, grad_k, grad_v
+
+
+@_attend.register_fake
+def _(q: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _empty_results(q)
+
+
+@_attend_backward.register_fake
+def _(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
+    return torch.empty_like(q), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _empty_results(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, document_ids, *ctx.numbers = inputs
+    ctx.save_for_backward(q, k, v, document_ids, *output)
+
+
+def _differentiate(ctx: Any, grad: torch.Tensor, _grad_of_lse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return *_attend_backward(grad, *ctx.saved_tensors, *ctx.numbers), None, None, None, None
+
+
+_attend.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,106 @@
+"""Documents and windows over parts of sequences whose masks are made for a block of queries at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from allocated import most_allocated
+from phalanx.core.phases import Phases
+from phalanx.mesh.attend import attend
+from phalanx.mesh.attend_blocks import Seen
+from phalanx.mesh.mesh import open_mesh
+from phalanx.nn import attention
+from phalanx.nn.attention import attention_mask, shared_mask
+from phalanx.parallel import cp, cp_attention
+from phalanx.parallel.cp import ContextMask
+from phalanx.parallel.cp_attention import ATTEND
+from phalanx.parallel.cp_chunks import Chunks
+from phalanx.parallel.cp_group import ContextGroup
+from phalanx.plan.layout import Layout
+from ranks import run_ranks
+
+RANKS, BATCH, HEADS, KV_HEADS, WIDTH = 4, 2, 8, 4, 8
+CPU = torch.device("cpu")
+CASES = [(0, True), (3, True), (11, True), (50, True), (3, False), (11, False)]
+
+
+def set_block(rows: int) -> None:
+    """In this rank: masks of at most so many rows."""
+    for module in (attention, cp, cp_attention):
+        module.QUERY_BLOCK = rows  # type: ignore[attr-defined]
+
+
+def given(num_tokens: int, dtype: torch.dtype, batch: int = BATCH) -> list[torch.Tensor]:
+    """q, k, v and a gradient of whole sequences."""
+    generator = torch.Generator().manual_seed(3)
+    sizes = [(batch, heads, num_tokens, WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    return [torch.randn(size, generator=generator, dtype=dtype) for size in sizes]
+
+
+def documents(num_tokens: int, batch: int = BATCH) -> torch.Tensor:
+    return torch.randint(0, 5, (batch, num_tokens), generator=torch.Generator().manual_seed(1)).sort(-1).values
+
+
+def results(out: torch.Tensor, leaves: list[torch.Tensor], grad: torch.Tensor) -> list[torch.Tensor]:
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def part(group: ContextGroup, kind: str, tensors: list[torch.Tensor], window: int, ids: Any) -> list[torch.Tensor]:
+    """Output and gradients of this rank's tokens."""
+    places = group.chunks.places(group.rank, tensors[0].shape[2])
+    *qkv, grad = (tensor.index_select(2, places) for tensor in tensors)
+    leaves = [tensor.requires_grad_() for tensor in qkv]
+    make = ContextMask(group, shared_mask, whole=kind == "ulysses")
+    mask = make(len(places), window, ids, grad.dtype, CPU)
+    assert isinstance(mask, Seen)
+    return results(ATTEND[kind](*leaves, mask, window, group), leaves, grad)
+
+
+def differences(rank: int) -> dict[Any, float]:
+    """From one process with a whole mask, of each way to attend: chunks of 6 or 12 tokens in blocks of 4."""
+    set_block(4)
+    num_tokens, found = 48, {}
+    tensors, all_ids = given(num_tokens, torch.float64), documents(num_tokens)
+    *leaves, grad = (tensor.clone() for tensor in tensors)
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    with open_mesh(Layout(cp=RANKS), device="cpu") as mesh:
+        for window, has_documents in CASES:
+            ids = all_ids if has_documents else None
+            mask = attention_mask(num_tokens, window, ids, torch.float64, CPU)
+            whole = results(attend(*leaves, mask, is_causal=True), leaves, grad)
+            for balance in ("zigzag", "none"):
+                group = ContextGroup(mesh.submesh("cp").get_group(), Chunks(RANKS, balance), Phases())
+                places = group.chunks.places(rank, num_tokens)
+                wanted = [tensor.index_select(2, places) for tensor in whole]
+                for kind in ATTEND:
+                    ours = part(group, kind, tensors, window, ids)
+                    worst = max(float((a - b).abs().max()) for a, b in zip(ours, wanted, strict=True))
+                    found[window, has_documents, balance, kind] = worst
+    return found
+
+
+def test_every_way_to_attend_equals_the_whole_mask() -> None:
+    """Output and gradients, fp64. Reference: attend with attention_mask, in one process."""
+    for found in run_ranks(RANKS, differences):
+        assert len(found) == len(CASES) * len(ATTEND) * 2
+        assert {case: worst for case, worst in found.items() if not worst < 1e-12} == {}
+
+
+def largest(rank: int) -> dict[str, int]:
+    """Bytes of the largest tensor that attention makes, with its masks, forward and backward."""
+    set_block(32)
+    num_tokens, found = 1024, {}
+    tensors, ids = given(num_tokens, torch.float32, 1), documents(num_tokens, 1)
+    with open_mesh(Layout(cp=RANKS), device="cpu") as mesh:
+        group = ContextGroup(mesh.submesh("cp").get_group(), Chunks(RANKS, "zigzag"), Phases())
+        for kind in ("ring", "all-gather"):
+            found[kind], _ = most_allocated(lambda kind=kind: part(group, kind, tensors, 0, ids))  # type: ignore[misc]
+    return found
+
+
+def test_no_rank_has_a_mask_of_its_queries_and_all_keys() -> None:
+    whole = 1024 // RANKS * 1024 * 4
+    for found in run_ranks(RANKS, largest):
+        assert all(num_bytes < whole / 2 for num_bytes in found.values()), found
