@@ -27,8 +27,8 @@ class Server:
 
     def fail(self, **fault: Any) -> None:
         """The next `times` requests of `method` whose path contains `part` are answered `delay_s` later, and with
-        `status` if that is given; those that it `holds` when it is asked for something else. Instead of what was asked
-        for before.
+        `status` (and S3's error `code`) if that is given; those that it `holds` when it is asked for something else.
+        Instead of what was asked for before.
         """
         self._tell(fault)
 
@@ -69,6 +69,7 @@ class Fault:
     part: str = ""
     times: int = 0
     status: int = 0
+    code: str = "InternalError"
     delay_s: float = 0.0
     holds: bool = False
     num_struck: int = 0
@@ -104,7 +105,7 @@ def serve() -> None:
                 fault.is_over.wait(60.0)
             if fault.status:
                 start_response(f"{fault.status} Injected", [("Content-Type", "application/xml")])
-                return [b"<Error><Code>InternalError</Code><Message>injected</Message></Error>"]
+                return [f"<Error><Code>{fault.code}</Code><Message>injected</Message></Error>".encode()]
         return moto(environ, start_response)  # type: ignore[no-any-return]
 
     server = make_server("127.0.0.1", 0, app, threaded=True)

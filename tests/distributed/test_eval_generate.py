@@ -259,7 +259,10 @@ def test_tokens_without_text_are_ids(folder: Path) -> None:
     assert (done.code, "does not fit the model's vocabulary of 50" in done.problem) == (4, True)
 
 
-def test_a_rank_of_a_launcher_is_told_to_call_it_once(folder: Path) -> None:
-    place = {"SLURM_JOB_ID": "1", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1"}
-    done = run("eval", "run", cwd=folder, env=environment(SLURM_JOB_NODELIST="here", **place))
-    assert (done.code, "without the launcher" in done.problem) == (6, True)
+@pytest.mark.parametrize("verb", [("eval", "run"), ("verify", "model.num_layers=1")])
+def test_ranks_of_a_launcher_are_told_once_to_call_it_once(verb: tuple[str, ...], folder: Path) -> None:
+    place = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1", "SLURM_JOB_NODELIST": "here"}
+    done = run(*verb, cwd=folder, env=environment(SLURM_PROCID="0", **place))
+    assert (done.code, "without the launcher" in done.problem) == (2, True)
+    done = run(*verb, cwd=folder, env=environment(SLURM_PROCID="1", **place))
+    assert (done.code, done.out, done.err) == (2, "", "")

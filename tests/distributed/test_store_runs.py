@@ -13,7 +13,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from commands import TINY, Done, environment, events, finish, loss_curve, run, start, wait_until, write_text
+from commands import TINY, Done, environment, events, finish, loss_curve, run, start, wait_until, watching, write_text
 from phalanx.checkpoint.stores import open_store
 from phalanx.cli._app import run as phalanx
 from phalanx.observe.events import CheckpointFailed, CheckpointSaved, Note, RunStarted, StepFinished
@@ -228,6 +228,28 @@ def test_a_claim_that_was_lost_is_noticed_before_anything_is_loaded(
     refused = story.phalanx("train", "--resume", "copied", "train.steps=6")
     assert (refused.code, "belongs to the run 'second' of " in refused.problem) == (9, True)
     assert saved_steps(story.folder / "second") == [4]
+
+
+@pytest.mark.long
+def test_a_store_that_takes_the_right_away_while_it_trains(story: Story) -> None:
+    """It is asked once for each save, because asking again cannot help; training goes on until the last one."""
+    job = (*SHORT, f"checkpoint.url=s3://{BUCKET}/forbidden", "train.steps=40", "checkpoint.every_steps=8")
+    process = story.start("train", *job, "run.dir=forbidden", "checkpoint.asynchronous=false")
+    with watching(process) as watched:
+        watched.wait_for("saved checkpoint")
+        story.server.fail(times=10**6, method="PUT", part="step-", status=403, code="AccessDenied")
+        done = watched.finish()
+    story.server.fail(times=0)
+    assert done.code == 7, done.err
+    assert len(done.err.splitlines()) == 1
+    assert "PermissionError" in done.err
+    assert "the credentials in the environment" in done.err
+    assert "starting again" not in done.out
+    assert "tried again" not in done.out
+    failed = [line for line in done.out.splitlines() if line.startswith("checkpoint of step")]
+    assert failed[0].endswith("training goes on, and tries again later")
+    assert "training goes on" not in failed[-1]
+    assert saved_steps(story.folder / "forbidden") == [8]
 
 
 def test_what_cannot_be_written_is_said_before_anything_starts(story: Story) -> None:

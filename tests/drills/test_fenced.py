@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from commands import TINY, run, snapshot, start, wait_until, watching, write_text
-from phalanx.checkpoint.manifest import list_checkpoints
+from commands import TINY, Done, environment, run, snapshot, start, wait_until, watching, write_text
+from phalanx.core.phases import read_black_box
+from phalanx.launch.paths import black_box
+from phalanx.observe.events import CheckpointSaved
+from phalanx.observe.tail import recorded
+from s3_server import BUCKET, s3_server
 
 JOB = (*TINY, "data.source=text", "parallel.ranks=2", "checkpoint.every_steps=4", "train.steps=1000000")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "phalanx")
 
 
 def family(pid: int, run_dir: Path) -> list[psutil.Process]:
@@ -29,11 +37,11 @@ def family(pid: int, run_dir: Path) -> list[psutil.Process]:
     return [process for process in found if process.pid != os.getpid()]
 
 
-def take_over(folder: Path, run_dir: Path) -> int:
+def take_over(folder: Path, run_dir: Path, env: dict[str, str] | None = None) -> int:
     """Another job continues the run, to an end of its own, as if the first one's machine were gone; its exit code."""
     (run_dir / "lock").unlink()
-    step = max(int(path.name.removeprefix("step-")) for path in list_checkpoints(run_dir))
-    return run("train", "--resume", run_dir.name, f"train.steps={step + 3}", cwd=folder).code
+    step = max(envelope.event.step for envelope in recorded(run_dir, CheckpointSaved))  # type: ignore[attr-defined]
+    return run("train", "--resume", run_dir.name, f"train.steps={step + 3}", cwd=folder, env=env).code
 
 
 def test_a_job_that_wakes_up_stops_at_once_and_leaves_the_run_as_the_other_left_it(tmp_path: Path) -> None:
@@ -84,6 +92,104 @@ def test_a_lock_removed_by_hand_and_taken_by_another_stops_the_first(tmp_path: P
             assert other.finish().code == 130
     theirs = [path for path in run_dir.rglob("*attempt-00*") if path.stat().st_mtime > after]
     assert theirs == []
+
+
+@pytest.mark.long
+def test_a_job_that_stood_still_in_an_evaluation_names_no_best_and_writes_nothing(tmp_path: Path) -> None:
+    write_text(tmp_path / "text")
+    run_dir = tmp_path / "run"
+    evals = ("eval.tokens=3000", "eval.every_steps=2", "eval.keep_best=true", "data.held_out_fraction=0.2")
+    process = start("train", *JOB, *evals, "run.dir=run", cwd=tmp_path)
+    with watching(process) as watched:
+        watched.wait_for("saved checkpoint")
+        stopped = suspend_when(process.pid, run_dir, lambda: _phase(run_dir) == "evaluate")
+        before = taken_over(stopped, tmp_path, run_dir)
+        require_fenced(watched.finish(), run_dir, before)
+
+
+@pytest.mark.long
+def test_a_job_that_stood_still_while_its_save_was_in_flight_commits_nothing(tmp_path: Path) -> None:
+    write_text(tmp_path / "text")
+    run_dir = tmp_path / "run"
+    with s3_server() as server:
+        env = environment(**server.env)
+        job = (*JOB, f"checkpoint.url=s3://{BUCKET}/run", "checkpoint.asynchronous=true")
+        process = start("train", *job, "run.dir=run", cwd=tmp_path, env=env)
+        with watching(process) as watched:
+            watched.wait_for("saved checkpoint")
+            server.fail(times=1, method="PUT", part="step-", holds=True)
+            wait_until(lambda: server.num_failed() == 1)
+            stopped = suspend_when(process.pid, run_dir, lambda: True)
+            found: list[str] = []
+
+            def awake() -> None:
+                found.append(run("checkpoint", "ls", "run", "--json", cwd=tmp_path, env=env).out)
+                server.fail(times=0)
+
+            before = taken_over(stopped, tmp_path, run_dir, env, awake)
+            require_fenced(watched.finish(), run_dir, before)
+        assert run("checkpoint", "ls", "run", "--json", cwd=tmp_path, env=env).out == found[0]
+    assert len(json.loads(found[0])["checkpoints"]) >= 2
+
+
+@pytest.mark.long
+def test_a_job_of_another_launcher_that_stood_still_is_fenced(tmp_path: Path) -> None:
+    write_text(tmp_path / "text")
+    run_dir = tmp_path / "run"
+    process = start("train", *JOB, f"run.dir={run_dir}", cwd=tmp_path, command=TORCHRUN)
+    with watching(process) as watched:
+        watched.wait_for("saved checkpoint")
+        stopped = suspend_when(process.pid, run_dir, lambda: True)
+        before = taken_over(stopped, tmp_path, run_dir)
+        done = watched.finish()
+    assert snapshot(run_dir) == before
+    assert done.err.count("another job has this run: process") == 1, done.err
+    assert "exitcode  : 9" in done.err  # torchrun's own is 1, whatever its ranks' are
+
+
+def suspend_when(pid: int, run_dir: Path, is_there: Callable[[], bool]) -> list[psutil.Process]:
+    """Stop all processes of a job at a moment at which `is_there` is true of them."""
+    for _ in range(2000):
+        stopped = family(pid, run_dir)
+        assert len(stopped) >= 3
+        for one in stopped:
+            one.suspend()
+        if is_there():
+            return stopped
+        for one in stopped:
+            one.resume()
+        time.sleep(0.01)  # not to wait for anything: the job is to get somewhere else
+    raise AssertionError("the job was never there")
+
+
+def taken_over(
+    stopped: list[psutil.Process],
+    folder: Path,
+    run_dir: Path,
+    env: dict[str, str] | None = None,
+    awake: Callable[[], None] = lambda: None,
+) -> dict[str, tuple[int, int]]:
+    """Have another job continue the run to an end, then the first one wake up; what the other left."""
+    try:
+        assert take_over(folder, run_dir, env) == 0
+        before = snapshot(run_dir)
+    finally:
+        for one in stopped:
+            one.resume()
+        awake()
+    return before
+
+
+def require_fenced(done: Done, run_dir: Path, before: dict[str, tuple[int, int]]) -> None:
+    assert done.code == 9, done.err
+    assert "another job has this run: process" in done.err
+    assert len(done.err.splitlines()) == 1
+    assert snapshot(run_dir) == before
+
+
+def _phase(run_dir: Path) -> str:
+    place = read_black_box(black_box(run_dir, 0))
+    return place.phase if place is not None else ""
 
 
 def _is_rank(process: psutil.Process, run_dir: Path) -> bool:

@@ -65,13 +65,24 @@ class Lock:
     fd: int
     reclaimed_from: Holder | None = None
 
+    def is_ours(self) -> bool:
+        """False once somebody removed it by hand, or another job took the run; or where that cannot be seen."""
+        try:
+            return _is_ours(self)
+        except OSError:
+            return False
+
+    def require_ours(self) -> None:
+        """Raise RunLockedError if the lock was taken from us."""
+        if not _is_ours(self):
+            raise _refusal(self.path, holder_at(self.path))
+
     def take_epoch(self) -> Epoch:
         """Claim the run for another attempt: what older ones may still write is refused from now on.
 
         Raises RunLockedError if the lock was taken from us by hand, ResourceError if the directory cannot be written.
         """
-        if not _is_ours(self):
-            raise _refusal(self.path, holder_at(self.path))
+        self.require_ours()
         epoch = take_epoch(self.path.parent, taker=str(self.holder))
         try:
             _write_holder(self.fd, replace(self.holder, epoch=epoch.number))

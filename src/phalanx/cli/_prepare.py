@@ -111,7 +111,7 @@ def prepared_run(job: Job, run_dir: Path, *, resume: bool, num_ranks: int | None
         if not resume:
             open_run_directory(run_dir, needed_bytes=plan.num_params * CHECKPOINT_BYTES_PER_PARAM)
         initial, init_lines = _initial_weights(job, plan, run_dir)
-        with _facts_written(run_dir, {"job.json": job.to_json(), "plan.json": plan.to_json(), **initial}):
+        with _facts_written(run_dir, lock, {"job.json": job.to_json(), "plan.json": plan.to_json(), **initial}):
             keep(True)
 
             def forget() -> None:
@@ -191,8 +191,12 @@ def _hold_store(held: contextlib.ExitStack, directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def _facts_written(run_dir: Path, facts: dict[str, Any]) -> Iterator[None]:
-    """Write the facts of a run. Those of an old one return if the body starts no training: it was refused after all."""
+def _facts_written(run_dir: Path, lock: Lock, facts: dict[str, Any]) -> Iterator[None]:
+    """Write the facts of a run. Those of an old one return if the body starts no training: it was refused after all.
+
+    Not a byte is written once another job has taken the run: this one may have stood still for hours before.
+    """
+    lock.require_ours()
     paths = [run_dir / name for name in facts]
     old = {path: read_regular(path) for path in paths if path.exists()}
     attempt = next_attempt(run_dir)
@@ -204,7 +208,11 @@ def _facts_written(run_dir: Path, facts: dict[str, Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        if old and not any(isinstance(e.event, RunStarted) for e in EventTail(run_dir, attempt).poll()):
+        if (
+            old
+            and lock.is_ours()
+            and not any(isinstance(e.event, RunStarted) for e in EventTail(run_dir, attempt).poll())
+        ):
             with contextlib.suppress(OSError):
                 for path, data in old.items():
                     write_bytes_atomic(path, data)
@@ -241,7 +249,7 @@ def _new_run_directory(run_dir: Path) -> Iterator[tuple[Lock, Callable[[bool], N
             try:
                 yield lock, keep
             finally:
-                if run_dir in new:
+                if run_dir in new and lock.is_ours():
                     shutil.rmtree(run_dir, ignore_errors=True)
     finally:
         for folder in new:

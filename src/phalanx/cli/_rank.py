@@ -166,7 +166,8 @@ def _train(
         checkpoints = open_store(
             run_dir, job.checkpoint.url, say=lambda why: bus.emit(Note("store_is_slow", {"why": why}))
         )
-        restored = restore_newest(checkpoints, state, bus, run_dir=run_dir, fallback=job.checkpoint.fallback)
+        fallback = job.checkpoint.fallback
+        restored = restore_newest(checkpoints, state, bus, run_dir=run_dir, fallback=fallback, fence=fence)
         if restored is None:
             take_initial_weights(job.model, state, bus, run_dir)
         check_masks(job, state.model)
@@ -218,16 +219,21 @@ def build_state(job: Job, plan: Plan, mesh: Mesh, phases: Phases, *, tokenizer: 
     return TrainState(model, build_optimizer(model, resolved_optim(job)), job.run.seed, tokenizer)
 
 
-def restore_newest(store: Store, state: TrainState, bus: Bus, *, run_dir: Path, fallback: bool) -> Folder | None:
+def restore_newest(
+    store: Store, state: TrainState, bus: Bus, *, run_dir: Path, fallback: bool, fence: Fence | None = None
+) -> Folder | None:
     """Continue from rank 0's newest checkpoint, or with `fallback` from the newest that can be read; None without any.
 
     Collective. The list is rank 0's, because a shared file system may show each rank another one. Raises the newest's
-    CheckpointError where none can be read, and RunLockedError if the store is another run's.
+    CheckpointError where none can be read, RunLockedError if the store is another run's, and RunTakenError if another
+    job has the run: what that one is writing must not be cleaned up.
     """
     mesh = state.model.mesh
     found: list[str] = []
     refusal: RunLockedError | None = None
     with agreed(mesh, store.url, "looking for checkpoints") as outcome:
+        if mesh.rank == 0 and fence is not None and fence.is_lost(now=True):
+            raise fence.error()
         if mesh.rank == 0:
             refusal = refusal_of(store, run_dir)  # of two runs that claimed it at once, the later one has it
         if mesh.rank == 0 and refusal is None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from phalanx.cli._launched import refuse_launched_ranks
 from phalanx.cli._subject import Subject
 from phalanx.core.errors import (
     CheckpointError,
@@ -23,7 +24,6 @@ from phalanx.core.errors import (
 )
 from phalanx.core.secrets import Redactor
 from phalanx.job.hugging_face import preloaded
-from phalanx.launch.external import external_ranks
 from phalanx.launch.supervisor import LaunchSpec, supervise
 from phalanx.observe.bus import Bus
 from phalanx.plan.plan import Plan
@@ -33,14 +33,8 @@ KINDS = (LayoutError, DataError, CheckpointError, EnvironmentProblem, ResourceEr
 
 @contextmanager
 def scratch_directory(verb: str) -> Iterator[Path]:
-    """A directory for what ranks leave, gone afterwards. Raises EnvironmentProblem in a rank of another launcher."""
-    launched = external_ranks(os.environ)
-    if launched is not None and launched.mine.world_size > 1:
-        raise EnvironmentProblem(
-            f"{verb} starts its own ranks, and this is rank {launched.mine.rank} of {launched.mine.world_size}",
-            why=launched.words,
-            fix=f"call phalanx {verb} once, without the launcher",
-        )
+    """A directory for what ranks leave, gone afterwards. Ends a rank of another launcher."""
+    refuse_launched_ranks(verb)
     with tempfile.TemporaryDirectory(prefix=f"phalanx-{verb}-") as directory:
         yield Path(directory)
 

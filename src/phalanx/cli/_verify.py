@@ -11,6 +11,7 @@ from typing import Any
 
 from phalanx.cli._arguments import split_arguments
 from phalanx.cli._json import print_json, printing_json
+from phalanx.cli._launched import refuse_launched_ranks
 from phalanx.cli._next import next_line
 from phalanx.core.errors import ExitCode, LayoutError, PhalanxError, UsageError, did_you_mean
 from phalanx.core.registry import is_foreign
@@ -64,6 +65,7 @@ class Request:
 
 def verify(request: Request) -> int:
     """The verb. Raises PhalanxError for what a user can mend; returns the exit code."""
+    refuse_launched_ranks("verify")
     with printing_json(request.as_json):
         job, cases, notes, beside = _choose(request)
         if not request.as_json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from phalanx.checkpoint.best import BEST, read_best, write_best
+from phalanx.checkpoint.fence import Fence
 from phalanx.checkpoint.stores import open_store
 from phalanx.core.errors import CheckpointError
 from phalanx.job.schema import Job
@@ -15,10 +16,13 @@ from phalanx.train.evaluation import EvalRecord, Judged
 
 
 class Best:
-    """Names the best step of a run, on rank 0. `run_dir=None`: there is nowhere to."""
+    """Names the best step of a run, on rank 0. `run_dir=None`: there is nowhere to.
 
-    def __init__(self, job: Job, mesh: Mesh, bus: Bus, run_dir: Path | None) -> None:
-        self._job, self._mesh, self._bus, self._run_dir = job, mesh, bus, run_dir
+    Once `fence` says that another job has the run, nothing is named: the ranks stop at their next step.
+    """
+
+    def __init__(self, job: Job, mesh: Mesh, bus: Bus, run_dir: Path | None, fence: Fence | None = None) -> None:
+        self._job, self._mesh, self._bus, self._run_dir, self._fence = job, mesh, bus, run_dir, fence
 
     def mend(self, evals: EvalRecord, step: int) -> None:
         """The step that is continued from was the best, and its checkpoint was there, but no more time to name it."""
@@ -33,6 +37,8 @@ class Best:
     def name(self, step: int, judged: Judged) -> None:
         """Write that `step`, whose checkpoint is there, is the best. A failure is an event."""
         if self._run_dir is None or self._mesh.rank != 0:
+            return
+        if self._fence is not None and self._fence.is_lost(now=True):
             return
         metric = self._job.eval.metric
         try:

@@ -101,7 +101,7 @@ class Trainer:
         self.phases: Phases = state.model.phases
         self._memory = memory or MemoryMeter()
         self._saves = self._open_saves() if run_dir is not None else None
-        self._best = Best(job, mesh, bus, run_dir)
+        self._best = Best(job, mesh, bus, run_dir, fence)
         self._evaluator = self._open_evaluator(held_out) if held_out is not None else None
         self._unrecorded: tuple[StepFacts, str | None] | None = None
         self._recorded_s = time.perf_counter()

@@ -1,0 +1,70 @@
+"""What a job must not write once another one has its run, at the moments at which no step asks the fence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from phalanx.checkpoint.best import read_best
+from phalanx.checkpoint.epoch import take_epoch
+from phalanx.checkpoint.fence import Fence
+from phalanx.checkpoint.locks import LOCK_NAME, hold_run_lock
+from phalanx.checkpoint.stores.local import LocalStore
+from phalanx.cli._prepare import _facts_written
+from phalanx.cli._rank import restore_newest
+from phalanx.core.errors import RunLockedError, RunTakenError
+from phalanx.job.load import load_job
+from phalanx.mesh.mesh import open_mesh
+from phalanx.observe.bus import Bus
+from phalanx.plan.layout import Layout
+from phalanx.train.best import Best
+from phalanx.train.evaluation import Judged
+
+
+def test_no_best_is_named_and_nothing_is_cleaned_up_in_another_jobs_run(tmp_path: Path) -> None:
+    ours = take_epoch(tmp_path)
+    fence = Fence(tmp_path, None, ours)
+    store = LocalStore(tmp_path / "checkpoints")
+    store.root.mkdir()
+    bus = Bus(rank=0)
+    with open_mesh(Layout(), device="cpu") as mesh:
+        state: Any = SimpleNamespace(model=SimpleNamespace(mesh=mesh))
+        best = Best(load_job(None, []), mesh, bus, tmp_path, fence)
+        best.name(4, Judged(1.25, 9, 1.25))
+        first = store.begin(8).path
+        assert restore_newest(store, state, bus, run_dir=tmp_path, fallback=False, fence=fence) is None
+        assert not first.exists()  # of an earlier job, half written
+        take_epoch(tmp_path, taker="process 7 on another host")
+        theirs = store.begin(9).path
+        best.name(5, Judged(1.0, 9, 1.0))
+        with pytest.raises(RunTakenError, match="process 7 on another host"):
+            restore_newest(store, state, bus, run_dir=tmp_path, fallback=False, fence=fence)
+    named = read_best(tmp_path)
+    assert named is not None
+    assert named.step == 4
+    assert theirs.is_dir()
+
+
+def test_the_facts_of_the_job_that_took_the_run_stay(tmp_path: Path) -> None:
+    job = tmp_path / "job.json"
+    job.write_text('"old"')
+
+    def take_over() -> None:
+        (tmp_path / LOCK_NAME).unlink()
+        job.write_text('"theirs"')
+
+    with hold_run_lock(tmp_path) as lock, _facts_written(tmp_path, lock, {"job.json": "ours"}):
+        pass  # no step was done: it was refused after all
+    assert json.loads(job.read_text()) == "old"
+    with hold_run_lock(tmp_path) as lock, _facts_written(tmp_path, lock, {"job.json": "ours"}):
+        take_over()
+    assert json.loads(job.read_text()) == "theirs"
+    with hold_run_lock(tmp_path) as lock:
+        take_over()
+        with pytest.raises(RunLockedError), _facts_written(tmp_path, lock, {"job.json": "ours"}):
+            pass
+    assert json.loads(job.read_text()) == "theirs"
