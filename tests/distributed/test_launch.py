@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -168,7 +169,9 @@ def test_traceback_of_the_first_rank_comes_first_and_the_others_are_folded(run: 
     assert lines[0] == "rank 1 failed before the first step:"
     assert lines[1].startswith("Traceback")
     assert ENTRIES in lines[2], "the first frame shown is the user's, not ours"
-    assert lines[-3:] == ["ValueError: boom", "in two lines", "ranks 0, 2: ended because of that"]
+    assert lines[-5:-2] == ["ValueError: boom", "in two lines", "ranks 0, 2: ended because of that"]
+    assert re.fullmatch(rf"your code: .*{ENTRIES}\.py:\d+", lines[-2])  # what one looks for stands last
+    assert lines[-1] == f"log: {run.dir / 'logs' / 'rank-0001-attempt-00.log'}"
     report = json.loads((run.dir / "logs" / "rank-0001-attempt-00.error.json").read_text())
     assert report["type"] == "ValueError"
     assert report["exit_code"] == 1

@@ -264,11 +264,14 @@ class TestVerdict:
         lines = failure.report.splitlines()
         assert lines[0] == "rank 2 failed at step 31 in backward:"
         assert lines[1].startswith("Traceback")
-        assert lines[-3:] == [
+        assert lines[-5:] == [
             "ValueError: boom",
             "ranks 0, 1, 3: ended because of that",
             "rank 4: KeyError: 'other'",
+            f"your code: {cause.user_place}",
+            f"log: {tmp_path / 'logs' / 'rank-0002-attempt-00.log'}",
         ]
+        assert cause.user_place.startswith(f"{__file__}:")
         assert (failure.rank, failure.restartable, failure.exit_code) == (2, True, 1)
 
     def test_the_earliest_consequence_where_no_cause_is_known(self, tmp_path: Path) -> None:

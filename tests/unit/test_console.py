@@ -356,3 +356,23 @@ def test_a_long_warning_is_shown_to_its_end() -> None:
     text = "a loss that compares samples, " * 20 + "and what to do"
     console.write(tell(events.Note("warning", {"why": text})))
     assert stream.getvalue() == f"warning: {text}\n"
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120])
+def test_no_fact_of_the_live_bar_is_cut_off(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    stream = io.StringIO()
+    console = open_console(stream, total_steps=100, log_every=10, is_terminal=True)
+    console.write(evaluated(300, 1.4, 300, 1.4))
+    console.write(step(40))
+    console.write(tell(events.RestartScheduled(1, 3, 40), rank=-1))
+    console.close()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    lines = [line.rstrip() for line in re.split(r"[\r\n]+", text)]
+    assert "…" not in text
+    at = max(number for number, line in enumerate(lines) if line.startswith("step  40/100"))  # what stays on the screen
+    assert max(map(len, lines[at:])) <= columns
+    last = " ".join(lines[at:])
+    for fact in ("loss ", "eval 1.4000", "lr ", "norm ", "mem ", "restarts 1"):
+        assert fact in last, (fact, lines)

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from phalanx.checkpoint.best import write_best
-from phalanx.cli._summary import summary_lines
+from phalanx.cli._summary import restart_lines, summary_lines
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import (
     EvalFinished,
     MemoryMeasured,
+    RankFailed,
+    RestartScheduled,
     RunFinished,
     RunStarted,
     StepFinished,
@@ -31,7 +33,7 @@ MIB = 2**20
     [
         (
             {"parameters": MIB, "activations": 2 * MIB},
-            "3.0 MiB predicted, 6.0 MiB measured (the plan was 50 % too low)",
+            "3.0 MiB predicted, 6.0 MiB measured (the plan was 3.0 MiB too low)",
             0,
         ),
         ({"parameters": MIB}, "1.0 MiB predicted, 6.0 MiB measured (activations not predicted)", 3),
@@ -51,7 +53,7 @@ def test_a_sum_that_lacks_the_activations_has_no_error(
     assert said in line
     page = write_report(tmp_path).read_text(encoding="utf-8")
     assert page.count("activations not predicted") == on_page
-    assert ("50 % too low" in page) == (on_page == 0)
+    assert ("3.0 MiB too low" in page) == (on_page == 0)
 
 
 def test_metrics_are_told_wherever_the_loss_is(tmp_path: Path) -> None:
@@ -132,3 +134,27 @@ def test_what_goes_over_tp_is_told_and_nothing_where_nobody_counts(tmp_path: Pat
         assert [one for one in summary_lines(run_dir) if one.startswith("wire")] == line
         assert run_json(reduce_run(run_dir))["sent_tp_bytes_per_step"] == (sent or None)
         assert ("Sent over tp" in write_report(run_dir).read_text(encoding="utf-8")) == bool(sent)
+
+
+def test_a_run_says_how_often_it_was_started_again_and_why(tmp_path: Path) -> None:
+    bus = Bus(rank=-1, run_dir=tmp_path)
+
+    def fail(step: int, detail: str, number: int) -> None:
+        bus.emit(RankFailed(1, step, "forward", "exception", detail, 0.1))
+        bus.emit(RestartScheduled(number, 3, 0))
+
+    fail(2, "of an earlier command", 1)
+    fail(12, "ValueError: no", 1)
+    bus.close()
+    assert restart_lines(tmp_path, 0) == []
+    assert restart_lines(tmp_path, 1) == [
+        "again   the ranks were started again once, after rank 1 at step 12: ValueError: no"
+    ]
+    bus = Bus(rank=-1, run_dir=tmp_path)
+    fail(12, "ValueError: no", 2)
+    fail(15, "killed by SIGKILL", 3)
+    bus.close()
+    assert restart_lines(tmp_path, 3) == [
+        "again   the ranks were started again 3 times, after rank 1 at step 12: ValueError: no (2 times); "
+        "rank 1 at step 15: killed by SIGKILL"
+    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.core.units import describe_error, format_bytes, format_count, format_seconds
+from phalanx.core.units import MIB, describe_bytes_error, describe_error, format_bytes, format_count, format_seconds
 
 
 @pytest.mark.parametrize(
@@ -82,3 +82,18 @@ def test_seconds(value: float, text: str) -> None:
 )
 def test_the_error_of_a_prediction_says_which_way(predicted: float, measured: float, text: str) -> None:
     assert describe_error(predicted, measured) == text
+
+
+@pytest.mark.parametrize(
+    ("predicted", "measured", "text"),
+    [
+        (11 * MIB, 166 * MIB, "155.0 MiB too low"),  # 93 %: of what a larger job has besides
+        (9.2 * MIB, 3.6 * MIB, "5.6 MiB too high"),
+        (3.9 * MIB, 4.4 * MIB, "11 % too low"),
+        (900 * MIB, 500 * MIB, "80 % too high"),
+        (0, 0, "right to 1 %"),
+        (5, 0, "–"),
+    ],
+)
+def test_an_error_of_little_memory_is_told_in_bytes(predicted: float, measured: float, text: str) -> None:
+    assert describe_bytes_error(predicted, measured) == text

@@ -23,7 +23,7 @@ from phalanx.cli._next import after_training, this_command
 from phalanx.cli._output import say
 from phalanx.cli._resume import Resumed, plan_of_run
 from phalanx.cli._rows import warnings_of_rows
-from phalanx.cli._summary import summary_lines
+from phalanx.cli._summary import restart_lines, summary_lines
 from phalanx.cli._tokens import find_tokens
 from phalanx.core.errors import (
     CheckpointError,
@@ -342,6 +342,7 @@ def conclude(run: Prepared, outcome: Outcome) -> int:
         say(*summary_lines(run.run_dir))
     elif outcome.message:
         print(outcome.message, file=sys.stderr)
+    say(*restart_lines(run.run_dir, outcome.attempts - 1))
     saved, place = _saved(run), shlex.quote(str(run.run_dir))
     if outcome.exit_code == ExitCode.CHECKPOINT:
         if saved and not run.job.checkpoint.fallback:

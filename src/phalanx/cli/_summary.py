@@ -9,7 +9,7 @@ from phalanx.checkpoint.best import read_best
 from phalanx.checkpoint.folder import full_place
 from phalanx.core.files import read_json
 from phalanx.core.printable import printable
-from phalanx.core.units import describe_error, format_bytes
+from phalanx.core.units import describe_bytes_error, format_bytes
 from phalanx.observe.events import (
     BaselineMeasured,
     CheckpointSaved,
@@ -18,6 +18,8 @@ from phalanx.observe.events import (
     Event,
     MemoryMeasured,
     PipelineMeasured,
+    RankFailed,
+    RestartScheduled,
     RunStarted,
     StepFinished,
     StepSkipped,
@@ -25,6 +27,7 @@ from phalanx.observe.events import (
 )
 from phalanx.observe.tail import EventTail
 from phalanx.observe.units import units_of
+from phalanx.observe.words import last_line
 from phalanx.plan.pipeline.remedies import LIMIT
 from phalanx.report.bubble import Measured
 from phalanx.report.facts import sent_in_words, untrained
@@ -70,6 +73,24 @@ def summary_lines(run_dir: Path) -> list[str]:
         place = full_place(run_dir, best.checkpoint)
         lines.append(f"best    {place} ({printable(best.metric)} {best.value:.4f} at step {best.step})")
     return lines
+
+
+def restart_lines(run_dir: Path, num_restarts: int) -> list[str]:
+    """How often the ranks of this command were started again, and after what: equal causes once."""
+    causes: list[str] = []
+    last = ""
+    for envelope in EventTail(run_dir).poll() if num_restarts else ():
+        event = envelope.event
+        if isinstance(event, RankFailed):
+            last = f"rank {event.failed_rank} at step {event.step}: {printable(last_line(event.detail), 300)}"
+        elif isinstance(event, RestartScheduled):
+            causes.append(last)
+    causes = causes[-num_restarts:] if num_restarts else []
+    if not causes:
+        return []
+    told = [f"{cause} ({causes.count(cause)} times)" if causes.count(cause) > 1 else cause for cause in causes]
+    times = "once" if len(causes) == 1 else f"{len(causes)} times"
+    return [f"again   the ranks were started again {times}, after " + "; ".join(dict.fromkeys(told))]
 
 
 def _facts_of(path: Path) -> dict[str, Any]:
@@ -131,7 +152,7 @@ def _memory_lines(envelopes: list[Envelope]) -> list[str]:
     predicted, measured = memory.predicted_bytes.get("peak", 0), memory.measured_bytes.get("peak", 0)
     if not predicted or not measured:
         return []
-    error = f"the plan was {describe_error(predicted, measured)}"
+    error = f"the plan was {describe_bytes_error(predicted, measured)}"
     if not memory.predicts_activations:
         error = "activations not predicted"
     return [

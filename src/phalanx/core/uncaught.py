@@ -52,10 +52,16 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 def _place_of(trace: TracebackType | None) -> str:
     """ " (train.py:12)": the innermost line of the user's own code."""
+    place = user_place(trace)
+    return f" ({Path(place).name})" if place else ""
+
+
+def user_place(trace: TracebackType | None) -> str:
+    """The innermost line of the user's own code, "/home/me/train.py:12"; empty if there is none."""
     others = ("site-packages", "/lib/python")
     for frame in reversed(traceback.extract_tb(trace)):
         if not frame.filename.startswith((_OURS, "<")) and not any(part in frame.filename for part in others):
-            return f" ({Path(frame.filename).name}:{frame.lineno})"
+            return f"{frame.filename}:{frame.lineno}"
     return ""
 
 

@@ -59,6 +59,19 @@ def describe_error(predicted: float, measured: float) -> str:
     return f"{100 * abs(error):.0f} % too {'low' if error < 0 else 'high'}"
 
 
+SMALL_BYTES, LARGE_ERROR = 64 * MIB, 0.25
+
+
+def describe_bytes_error(predicted: float, measured: float) -> str:
+    """As `describe_error`, but '5.6 MiB too high' where memory is small and the error is not: what is there of it is
+    mostly what allocators round up and libraries take once, and a percentage says nothing of larger jobs."""
+    is_known = math.isfinite(predicted) and math.isfinite(measured) and measured > 0
+    is_small = is_known and min(predicted, measured) < SMALL_BYTES
+    if not is_small or abs(predicted - measured) < LARGE_ERROR * measured:
+        return describe_error(predicted, measured)
+    return f"{format_bytes(abs(predicted - measured))} too {'low' if predicted < measured else 'high'}"
+
+
 def plural(number: int, noun: str, nouns: str = "") -> str:
     """A number and what it counts: '1 rank', '2 ranks', '1,500 steps'. `nouns`: of many, where an s is not enough."""
     return f"{number:,} {noun if number == 1 else nouns or f'{noun}s'}"

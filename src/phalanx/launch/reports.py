@@ -15,6 +15,7 @@ from phalanx.core import registry
 from phalanx.core.errors import PhalanxError
 from phalanx.core.files import REFUSALS_THAT_LAST, disk_problem, write_json_atomic
 from phalanx.core.secrets import Redactor
+from phalanx.core.uncaught import user_place
 
 # How torch words it when the fault lies with another rank. Only torch's own RuntimeErrors are looked at: the same
 # words in an OSError are more likely about a file server.
@@ -43,6 +44,8 @@ class ErrorReport:
     secondary: bool
     time_monotonic_s: float
     """Of this machine; -1 where no rank said it."""
+    user_place: str = ""
+    """File and line of the user's code in which it was raised, or which led to it."""
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,6 +59,7 @@ def describe(error: BaseException, run_dir: Path | None = None) -> ErrorReport:
     """
     redactor = Redactor(os.environ)
     lines = traceback.format_exception(type(error), error, _inner(error))
+    place = redactor.text(_clean(user_place(error.__traceback__)))
     error = disk_problem(error, "training", refusals=REFUSALS_THAT_LAST, run_dir=run_dir) or error
     ours = isinstance(error, PhalanxError)
     message = redactor.text(_words_of(error))
@@ -71,6 +75,7 @@ def describe(error: BaseException, run_dir: Path | None = None) -> ErrorReport:
         one_line=message if ours else " ".join(f"{name}: {message}".split()) if message else name,
         secondary=_is_secondary(error),
         time_monotonic_s=time.monotonic(),
+        user_place=place,
     )
 
 

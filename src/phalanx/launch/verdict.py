@@ -74,7 +74,7 @@ def find_failure(end: AttemptEnd, run_dir: Path) -> Failure | None:
     if report is not None and report.is_phalanx_error:
         return _from_phalanx_error(first, report, place, end)
     if report is not None:
-        return _from_exception(first, report, place, end)
+        return _from_exception(first, report, place, end, run_dir)
     if first in end.records:
         return _from_code(first, end.records[first].code, place, end, run_dir)
     return _from_exit(end.exits[first], place, end, run_dir)
@@ -170,9 +170,11 @@ def _from_phalanx_error(rank: int, report: ErrorReport, place: Place | None, end
     )
 
 
-def _from_exception(rank: int, report: ErrorReport, place: Place | None, end: AttemptEnd) -> Failure:
+def _from_exception(rank: int, report: ErrorReport, place: Place | None, end: AttemptEnd, run_dir: Path) -> Failure:
     summary = f"rank {rank} failed {place_in_words(place)}"
-    lines = [f"{summary}:", report.traceback.rstrip(), *_others(rank, report, end)]
+    raised_at = [f"your code: {report.user_place}"] if report.user_place else []
+    log = f"log: {rank_log(run_dir, rank, end.number)}"
+    lines = [f"{summary}:", report.traceback.rstrip(), *_others(rank, report, end), *raised_at, log]
     return Failure(
         rank=rank,
         cause="exception",

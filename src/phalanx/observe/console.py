@@ -271,7 +271,8 @@ class PlainConsole:
 
 
 class LiveConsole:
-    """Two lines at the bottom of a terminal, and a third for what is no step, redrawn at most ten times a second.
+    """A bar and the step's facts at the bottom of a terminal, and a line for what is no step, redrawn at most ten times
+    a second.
 
     Events scroll above them.
     """
@@ -343,7 +344,19 @@ class LiveConsole:
             facts.append(f"restarts {pace.num_restarts}")
         if pace.num_skipped:
             facts.append(f"skipped {pace.num_skipped}")
-        return Group(bar, Text("  ".join(facts), no_wrap=True, overflow="ellipsis"), *doing)
+        lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in _laid_out(facts, self._screen.width)]
+        return Group(bar, *lines, *doing)
+
+
+def _laid_out(facts: list[str], width: int) -> list[str]:
+    """The facts on as few lines as hold them whole: the last ones are as wanted as the first."""
+    lines: list[str] = []
+    for fact in facts:
+        if lines and len(lines[-1]) + len(fact) + 2 <= width:
+            lines[-1] += f"  {fact}"
+        else:
+            lines.append(fact)
+    return lines
 
 
 _YELLOW = (

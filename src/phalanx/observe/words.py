@@ -68,7 +68,7 @@ def _words(event: events.Event, units: Units) -> str | None:
         case events.RankFailed():
             where = f" at step {event.step}" + (f" in {event.phase}" if event.phase else "")
             seen = f", seen after {format_seconds(event.detected_s)}"
-            return f"rank {event.failed_rank} failed{where}: {event.cause}, {_last_line(event.detail)}{seen}"
+            return f"rank {event.failed_rank} failed{where}: {event.cause}, {last_line(event.detail)}{seen}"
         case events.RestartScheduled():
             return f"restart {event.restart} of at most {event.budget}, from step {event.from_step}"
         case events.RunFinished():
@@ -136,7 +136,7 @@ def _norm(grad_norm: float) -> str:
     return f"gradient norm {grad_norm:.3g}" if math.isfinite(grad_norm) else "gradient norm not finite"
 
 
-def _last_line(text: str) -> str:
+def last_line(text: str) -> str:
     """Of a traceback, the line that names the exception."""
     lines = [line for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "no detail"

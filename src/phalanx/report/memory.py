@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from phalanx.core.printable import printable
-from phalanx.core.units import describe_error
+from phalanx.core.units import describe_bytes_error
 from phalanx.observe.events import MemoryMeasured
 from phalanx.report import words
 from phalanx.report.charts import legend, stacked_bar
@@ -115,4 +115,4 @@ def _error(event: MemoryMeasured, name: str, predicted: float, measured: float) 
     """Where the plan knew nothing of the activations, neither they nor the sum can be wrong."""
     if name in (TOTAL, "activations") and not event.predicts_activations:
         return "activations not predicted"
-    return describe_error(predicted, measured)
+    return describe_bytes_error(predicted, measured)
