@@ -127,6 +127,7 @@ MAY_PASS = {
     ("core/terminal.py", "behind"): "is the seam",
     ("observe/screen.py", "unfiltered"): "filters the texts that it draws",
     ("observe/screen.py", "Console"): "filters the texts that it draws",
+    ("observe/console.py", "unfiltered"): "hands it to the screen",
     ("data/build_worker.py", "unfiltered"): "standard output is a pipe to the parent",
     ("data/build_pool.py", "Popen"): "the worker filters its standard error itself",
     ("observe/sink_process.py", "Popen"): "the sink's output goes to its log; its first message is JSON in a pipe",
