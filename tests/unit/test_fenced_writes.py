@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -15,7 +13,7 @@ from phalanx.checkpoint.fence import Fence
 from phalanx.checkpoint.locks import LOCK_NAME, hold_run_lock
 from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.cli._prepare import _facts_written
-from phalanx.cli._rank import restore_newest
+from phalanx.cli._rank import find_checkpoints
 from phalanx.core.errors import RunLockedError, RunTakenError
 from phalanx.job.load import load_job
 from phalanx.mesh.mesh import open_mesh
@@ -32,17 +30,16 @@ def test_no_best_is_named_and_nothing_is_cleaned_up_in_another_jobs_run(tmp_path
     store.root.mkdir()
     bus = Bus(rank=0)
     with open_mesh(Layout(), device="cpu") as mesh:
-        state: Any = SimpleNamespace(model=SimpleNamespace(mesh=mesh))
         best = Best(load_job(None, []), mesh, bus, tmp_path, fence)
         best.name(4, Judged(1.25, 9, 1.25))
         first = store.begin(8).path
-        assert restore_newest(store, state, bus, run_dir=tmp_path, fallback=False, fence=fence) is None
+        assert find_checkpoints(store, mesh, run_dir=tmp_path, fence=fence) == []
         assert not first.exists()  # of an earlier job, half written
         take_epoch(tmp_path, taker="process 7 on another host")
         theirs = store.begin(9).path
         best.name(5, Judged(1.0, 9, 1.0))
         with pytest.raises(RunTakenError, match="process 7 on another host"):
-            restore_newest(store, state, bus, run_dir=tmp_path, fallback=False, fence=fence)
+            find_checkpoints(store, mesh, run_dir=tmp_path, fence=fence)
     named = read_best(tmp_path)
     assert named is not None
     assert named.step == 4

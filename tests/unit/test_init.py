@@ -6,12 +6,14 @@ import itertools
 import math
 import threading
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.mesh.logical import Box, LogicalShard
 from phalanx.nn import init
@@ -72,6 +74,50 @@ def test_runs_across_the_scratch_chunks_and_threads() -> None:
     assert torch.equal(standard_normal(4, (1 << 20) - 300, 600), across[-600:])
     torch.set_num_threads(2)
     assert torch.equal(standard_normal(4, 0, (1 << 20) + 300), across)
+
+
+class Copies(TorchDispatchMode):
+    """Counts how often a tensor is copied into another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.copy_.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("shape", "offset", "size"),
+    [((3000, 40), (0, 13), (3000, 7)), ((3000, 40), (1700, 20), (900, 20)), ((4, 900, 11), (1, 3, 5), (2, 800, 3))],
+)
+def test_rows_that_are_cut_are_written_many_at_a_time(
+    shape: tuple[int, ...], offset: tuple[int, ...], size: tuple[int, ...]
+) -> None:
+    """As tensor parallelism cuts a matrix along its second dimension, with the bits of the whole one."""
+    wanted = whole("w", shape, 3)[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
+    with Copies() as copies:
+        found = filled("w", shape, [Box(offset, (0,) * len(shape), size)], size, 3)
+    assert torch.equal(found, wanted)
+    assert copies.count <= 4, "not one for each row"
+
+
+def test_rows_that_are_cut_are_drawn_on_all_threads_with_the_same_bits() -> None:
+    shape, offset, size = (init.THREADS_FROM // 128 + 5, 256), (0, 100), (init.THREADS_FROM // 128 + 5, 129)
+    before = torch.get_num_threads()
+    found = []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        found.append(filled("w", shape, [Box(offset, (0, 0), size)], size, 3))
+    torch.set_num_threads(before)
+    assert torch.equal(*found)
+    assert torch.equal(found[0], whole("w", shape, 3)[:, 100:229])
+
+
+def test_a_rank_without_a_row_has_nothing_to_draw() -> None:
+    assert filled("w", (3, 4), [Box((3, 0), (0, 0), (0, 4))], (0, 4), 0).shape == (0, 4)
+    assert filled("w", (3, 4), [Box((0, 4), (0, 0), (3, 0))], (3, 0), 0).shape == (3, 0)
 
 
 def test_scalars_and_constants() -> None:

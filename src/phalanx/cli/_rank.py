@@ -30,7 +30,7 @@ from phalanx.cli._data import (
     prompt_tokens,
     say_batch_change,
 )
-from phalanx.cli._initial_rank import take_initial_weights
+from phalanx.cli._initial_rank import find_initial_weights, take_initial_weights
 from phalanx.cli._needs import sink_openers
 from phalanx.core.errors import CheckpointError, ExitCode, RunLockedError
 from phalanx.core.phases import BlackBox, Phases
@@ -39,6 +39,7 @@ from phalanx.job.rate import resolved_optim
 from phalanx.job.schema import Job
 from phalanx.launch.paths import black_box
 from phalanx.launch.rank_env import read_rank_env
+from phalanx.mesh.determinism import deterministic_algorithms, explained_refusals
 from phalanx.mesh.event_clock import clock_of
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.mesh.rendezvous import RENDEZVOUS_S, SUPERVISED_RENDEZVOUS_S
@@ -132,7 +133,8 @@ def _pass_on(run: RankRun, envelope: Envelope) -> None:
 def _reported(run: RankRun) -> Iterator[None]:
     """Report an error of the body at once: what encloses it may block on the way out."""
     try:
-        yield
+        with explained_refusals(run.job.train.deterministic):
+            yield
     except BaseException as error:
         run.report_error(error)
         raise
@@ -147,7 +149,8 @@ def _train(
         "timeout_s": job.resilience.collective_timeout_s,
         "rendezvous_s": job.resilience.rendezvous_s or (SUPERVISED_RENDEZVOUS_S if store is None else RENDEZVOUS_S),
     }
-    with open_mesh(plan.layout, device=plan.device, store=store, **limits) as mesh, _reported(run):
+    deterministic = deterministic_algorithms(job.train.deterministic, device=plan.device, compiles=plan.compile)
+    with deterministic, open_mesh(plan.layout, device=plan.device, store=store, **limits) as mesh, _reported(run):
         phases.time_by(clock_of(mesh.device))
         corpus = load_corpus(run_dir / "data")
         mesh.require_agreement(
@@ -162,14 +165,18 @@ def _train(
         if plan.zero_stage >= 2:
             importlib.import_module("torch._dynamo")  # as FSDP's first use does: 100 MB of torch, not of training
         meter.start(mesh.device)
-        state = build_state(job, plan, mesh, phases, tokenizer=corpus.tokenizer_digest)
         checkpoints = open_store(
             run_dir, job.checkpoint.url, say=lambda why: bus.emit(Note("store_is_slow", {"why": why}))
         )
-        fallback = job.checkpoint.fallback
-        restored = restore_newest(checkpoints, state, bus, run_dir=run_dir, fallback=fallback, fence=fence)
-        if restored is None:
-            take_initial_weights(job.model, state, bus, run_dir)
+        names = find_checkpoints(checkpoints, mesh, run_dir=run_dir, fence=fence)
+        initial = None if names else find_initial_weights(mesh, run_dir)
+        is_replaced = bool(names) or initial is not None
+        state = build_state(job, plan, mesh, phases, tokenizer=corpus.tokenizer_digest, draws=not is_replaced)
+        restored = None
+        if names:
+            restored = restore_newest(checkpoints, names, state, bus, run_dir=run_dir, fallback=job.checkpoint.fallback)
+        elif initial is not None:
+            take_initial_weights(initial, job.model, state, bus)
         check_masks(job, state.model)
         check_same_samples(corpus, mesh)
         with open_train_batches(job, plan, mesh, corpus, state, bus, run_dir) as data, _reported(run):
@@ -212,23 +219,26 @@ def _train(
     return {"finished": ExitCode.OK, "sigterm": ExitCode.PREEMPTED, "sigint": ExitCode.INTERRUPTED}[ended]
 
 
-def build_state(job: Job, plan: Plan, mesh: Mesh, phases: Phases, *, tokenizer: str = "") -> TrainState:
-    """The model of the job, made parallel by the plan, with its optimizer: step 0."""
+def build_state(
+    job: Job, plan: Plan, mesh: Mesh, phases: Phases, *, tokenizer: str = "", draws: bool = True
+) -> TrainState:
+    """The model of the job, made parallel by the plan, with its optimizer: step 0.
+
+    Without `draws` a built-in model has zeros for weights, and all of its state must be restored.
+    """
     module = build_model(job, plan.model_shape)
-    model = parallelize(module, plan, mesh, phases=phases, seed=job.run.seed)
+    initialize = draws or job.model.is_foreign  # a user's own may make more in there than a checkpoint holds
+    model = parallelize(module, plan, mesh, phases=phases, seed=job.run.seed, initialize=initialize)
     return TrainState(model, build_optimizer(model, resolved_optim(job)), job.run.seed, tokenizer)
 
 
-def restore_newest(
-    store: Store, state: TrainState, bus: Bus, *, run_dir: Path, fallback: bool, fence: Fence | None = None
-) -> Folder | None:
-    """Continue from rank 0's newest checkpoint, or with `fallback` from the newest that can be read; None without any.
+def find_checkpoints(store: Store, mesh: Mesh, *, run_dir: Path, fence: Fence | None = None) -> list[str]:
+    """Names of the run's checkpoints, the newest first.
 
-    Collective. The list is rank 0's, because a shared file system may show each rank another one. Raises the newest's
-    CheckpointError where none can be read, RunLockedError if the store is another run's, and RunTakenError if another
-    job has the run: what that one is writing must not be cleaned up.
+    Collective. The list is rank 0's, because a shared file system may show each rank another one. Raises RunLockedError
+    if the store is another run's, and RunTakenError if another job has the run: what that one is writing must not be
+    cleaned up.
     """
-    mesh = state.model.mesh
     found: list[str] = []
     refusal: RunLockedError | None = None
     with agreed(mesh, store.url, "looking for checkpoints") as outcome:
@@ -243,6 +253,18 @@ def restore_newest(
     names, refused = outcome["all"][0]
     if refused is not None:
         raise RunLockedError(refused[0], where=refused[1], fix=refused[2])
+    return names
+
+
+def restore_newest(
+    store: Store, names: Sequence[str], state: TrainState, bus: Bus, *, run_dir: Path, fallback: bool
+) -> Folder:
+    """Continue from the first of the checkpoints `names`, or with `fallback` from the first that can be read.
+
+    Collective. Raises the first one's CheckpointError where none can be read: the state is then that of no step.
+    """
+    assert names, "weights that are not drawn must be restored"
+    mesh = state.model.mesh
     first_error: CheckpointError | None = None
     for name in names:
         folder = store.folder(name)
@@ -258,9 +280,8 @@ def restore_newest(
             if mesh.rank == 0:
                 place = place_in_run(folder, run_dir)
                 bus.emit(CheckpointUnusable(folder.step, place, error.why or str(error)))
-    if first_error is not None:
-        raise first_error
-    return None
+    assert first_error is not None
+    raise first_error
 
 
 def _run_started(

@@ -149,6 +149,7 @@ _EFFECTS: tuple[tuple[str, Callable[[Job, Job, int], str], bool], ...] = (
     ("train.global_batch_size", _batch, True),
     ("train.sample_tokens", _says("of the text at the end alone"), False),
     ("train.compile", _says(_SAME), False),
+    ("train.deterministic", _says(f"{_SAME}, on GPUs"), False),
     ("train.", _says("the same mathematics, in other memory and time"), False),
     ("optim.", _says("holds from step {next} on"), True),
     ("precision.", _says("numbers are rounded so from step {next} on"), True),

@@ -20,6 +20,7 @@ from phalanx.core.phases import BlackBox, Phases
 from phalanx.data.corpus import load_corpus
 from phalanx.job.schema import Job
 from phalanx.launch.paths import black_box
+from phalanx.mesh.determinism import deterministic_algorithms
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.build import build_model, build_objective
 from phalanx.parallel.model import Batch, ParallelModel
@@ -120,9 +121,11 @@ def _opened(payload: dict[str, Any]) -> Iterator[Opened]:
     phases = Phases(BlackBox(black_box(Path(payload["run_dir"]), rank)))
     phases.enter("startup")
     timeout_s = job.resilience.collective_timeout_s
-    with open_mesh(plan.layout, device=plan.device, timeout_s=timeout_s) as mesh:
+    deterministic = deterministic_algorithms(job.train.deterministic, device=plan.device, compiles=plan.compile)
+    with deterministic, open_mesh(plan.layout, device=plan.device, timeout_s=timeout_s) as mesh:
         module = build_model(job, plan.model_shape)
-        model = parallelize(module, plan, mesh, phases=phases, seed=job.run.seed)
+        initialize = not payload["checkpoint"] or job.model.is_foreign
+        model = parallelize(module, plan, mesh, phases=phases, seed=job.run.seed, initialize=initialize)
         if payload["checkpoint"]:
             folder = find_checkpoint(payload["checkpoint"])
             load(folder, model.shards(), group=mesh, phases=phases, cast=payload["cast"], weights_only=True)

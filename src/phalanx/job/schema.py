@@ -219,6 +219,9 @@ class Train(Section):
     """Keep activations in host memory from the forward to the backward. On a CPU that changes nothing but the path."""
     compile: bool = False
     """torch.compile each block."""
+    deterministic: bool = False
+    """Of torch's algorithms only those whose results are the same in every run, which costs time on GPUs; an operation
+    that has none is refused. CPUs are deterministic without it (docs/precision.md)."""
     loss_chunk_tokens: Positive = 2048
     """Logits exist for at most this many tokens at a time."""
     sample_tokens: Count = 256

@@ -6,6 +6,7 @@ blocks it holds. One 64-bit draw gives two 23-bit uniforms, turned into normals 
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import itertools
 import math
@@ -45,6 +46,8 @@ def initialize_shards(shards: Mapping[str, LogicalShard], rules: Sequence[InitRu
 
 def _fill_normal(shard: LogicalShard, std: float, key: int) -> None:
     for box in shard.boxes:
+        if not math.prod(box.size):
+            continue
         if box.size == shard.global_shape or not box.size:
             values = standard_normal(key, 0, math.prod(box.size))
             shard.tensor.copy_(values.view(shard.tensor.shape).mul_(std))
@@ -52,15 +55,41 @@ def _fill_normal(shard: LogicalShard, std: float, key: int) -> None:
         # Contiguous runs: every dimension before the last that is cut is walked, the rest is one run.
         cut = max(d for d, (s, g) in enumerate(zip(box.size, shard.global_shape, strict=True)) if s != g)
         strides = [math.prod(shard.global_shape[d + 1 :]) for d in range(len(box.size))]
+        first = sum(offset * stride for offset, stride in zip(box.global_offset, strides, strict=True))
         run = box.size[cut] * strides[cut]
-        for place in itertools.product(*(range(n) for n in box.size[:cut])):
-            start = sum((box.global_offset[d] + i) * strides[d] for d, i in enumerate(place))
-            start += box.global_offset[cut] * strides[cut]
-            target = shard.tensor
-            for d, i in enumerate(place):
-                target = target[box.local_offset[d] + i]
-            target = target.narrow(0, box.local_offset[cut], box.size[cut])
-            target.copy_(standard_normal(key, start, run).view(target.shape).mul_(std))
+        target = shard.tensor
+        for dim, (offset, size) in enumerate(zip(box.local_offset, box.size, strict=True)):
+            target = target.narrow(dim, offset, size)
+        if cut == 0:
+            target.copy_(standard_normal(key, first, run).view(target.shape).mul_(std))
+            continue
+        # Runs of one slice of the dimension before the cut are equally far apart: a matrix is one slice of rows.
+        for place in itertools.product(*(range(n) for n in box.size[: cut - 1])):
+            start = first + sum(i * strides[dim] for dim, i in enumerate(place))
+            _fill_runs(target[place], std, key, start, pitch=strides[cut - 1], run=run)
+
+
+def _fill_runs(target: torch.Tensor, std: float, key: int, start: int, *, pitch: int, run: int) -> None:
+    """Fill target[i] with the elements from start + i * pitch on, `run` of them."""
+    count = len(target)
+    if run >= CHUNK:
+        for i in range(count):
+            target[i].copy_(standard_normal(key, start + i * pitch, run).view(target[i].shape).mul_(std))
+        return
+    at_once = CHUNK // run
+    firsts = range(0, count, at_once)
+
+    def draw(first: int) -> torch.Tensor:
+        starts = range(start + first * pitch, start + min(first + at_once, count) * pitch, pitch)
+        return _normals_of_runs(key, starts, run)
+
+    with contextlib.ExitStack() as opened:
+        threads, draws = torch.get_num_threads(), map(draw, firsts)
+        if threads > 1 and count * run >= THREADS_FROM:
+            draws = opened.enter_context(ThreadPoolExecutor(threads)).map(draw, firsts)
+        for first, values in zip(firsts, draws, strict=True):
+            part = target[first : first + at_once]
+            part.copy_(values.view(part.shape).mul_(std))
 
 
 def standard_normal(key: int, start: int, count: int) -> torch.Tensor:
@@ -82,12 +111,21 @@ def standard_normal(key: int, start: int, count: int) -> torch.Tensor:
 
 
 def _normals(key: int, start: int, count: int) -> torch.Tensor:
-    first_draw = start // 2
-    generator = np.random.Philox(key=key)
-    generator.advance(first_draw // 4)  # one counter gives four 64-bit draws
-    skip = first_draw % 4
-    draws = generator.random_raw(skip + (start + count + 1) // 2 - first_draw)[skip:]
-    halves = draws.view(np.uint32)[start % 2 :][:count]
-    bits = torch.from_numpy((halves >> np.uint32(9)).astype(np.float32))
+    return _normals_of_runs(key, range(start, start + 1), count)
+
+
+def _normals_of_runs(key: int, starts: Sequence[int], run: int) -> torch.Tensor:
+    """Elements [start, start + run) of the sequence for each start, one run behind the other."""
+    generator, counter = np.random.Philox(key=key), 0
+    halves = np.empty((len(starts), run), np.uint32)
+    for row, start in zip(halves, starts, strict=True):
+        first_draw = start // 2
+        generator.advance(first_draw // 4 - counter)  # one counter gives four 64-bit draws
+        skip = first_draw % 4
+        draws = generator.random_raw(skip + (start + run + 1) // 2 - first_draw)
+        counter = first_draw // 4 + -(-len(draws) // 4)
+        row[:] = draws[skip:].view(np.uint32)[start % 2 :][:run]
+    halves >>= np.uint32(9)
+    bits = torch.from_numpy(halves.reshape(-1).astype(np.float32))
     # (bits + 0.5) / 2^23 lies strictly inside (0, 1) and is exact in fp32; map it to (-1, 1).
     return bits.add_(0.5).mul_(2.0**-22).sub_(1.0).erfinv_().mul_(math.sqrt(2.0))

@@ -34,11 +34,18 @@ def transforms() -> list[Parallelism]:
 
 
 def parallelize(
-    module: nn.Module, plan: Plan, mesh: Mesh, *, phases: Phases | None = None, seed: int | None = None
+    module: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    phases: Phases | None = None,
+    seed: int | None = None,
+    initialize: bool = True,
 ) -> ParallelModel:
     """Apply the plan's layout, recompute and compile choices to `module`.
 
     A module on the meta device is filled after sharding by its own `initialize(shards, seed)`, each rank its part.
+    Without `initialize` it is zero instead: for whoever writes every tensor of `shards()` next, and calls `refresh()`.
     Any other module must hold the same weights on every rank (build it from the same seed). It is changed in place.
     Raises LayoutError for a module that the plan cannot be applied to.
     """
@@ -70,6 +77,10 @@ def parallelize(
         _allocate(root, mesh.device, parameters_on_host=plan.data_parallel.parameters_on_host)
         shards, _ = piece.shards()
         with torch.no_grad():
+            if not initialize:  # a pipeline rehearses with them: what memory held before might be refused as NaN
+                for shard in shards.values():
+                    shard.tensor.zero_()
+                return
             module.initialize(shards, plan.seed if seed is None else seed)  # type: ignore[operator]
 
     piece = Workpiece(

@@ -1,0 +1,96 @@
+"""train.deterministic: torch takes deterministic implementations alone, and what has none is refused in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+import phalanx
+from phalanx.core.errors import EnvironmentProblem, LayoutError
+
+CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+CUBLAS_VALUES = (":4096:8", ":16:8")  # with which cuBLAS is deterministic; the first is faster and takes 24 MiB
+_REFUSAL = re.compile(r"(\S+) does not have a deterministic implementation")  # how torch begins
+_NOT_THE_USERS = tuple(f"{Path(package.__file__ or '').parent}{os.sep}" for package in (torch, phalanx))
+
+
+@contextlib.contextmanager
+def deterministic_algorithms(wanted: bool, *, device: str = "cpu", compiles: bool = False) -> Iterator[None]:
+    """In the body, if `wanted`, equal inputs give equal bits on one machine; else nothing changes.
+
+    To be entered before CUDA starts in this process. Raises EnvironmentProblem for a CUBLAS_WORKSPACE_CONFIG of the
+    user's own with which cuBLAS varies, and LayoutError for an operation without a deterministic implementation.
+    """
+    if not wanted:
+        yield
+        return
+    own = os.environ.setdefault(CUBLAS_VARIABLE, CUBLAS_VALUES[0])
+    if device == "cuda" and own not in CUBLAS_VALUES:
+        raise EnvironmentProblem(
+            f"{CUBLAS_VARIABLE} is {own!r}, with which cuBLAS is not deterministic, and train.deterministic is true",
+            fix=f"unset it, or set it to {' or '.join(CUBLAS_VALUES)}",
+        )
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark = torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False  # it takes the fastest convolution of the moment
+    if compiles:
+        _compile_without_timing()
+    try:
+        with explained_refusals(wanted):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.backends.cudnn.benchmark = benchmark
+
+
+@contextlib.contextmanager
+def explained_refusals(wanted: bool) -> Iterator[None]:
+    """What torch refuses in the body for want of a deterministic implementation is a LayoutError, if `wanted`."""
+    try:
+        yield
+    except Exception as error:
+        refusal = _refusal_of(error) if wanted else None
+        if refusal is None:
+            raise
+        raise refusal from error
+
+
+def _compile_without_timing() -> None:
+    """Inductor may choose among kernels by how long they take, and these round differently."""
+    import torch._inductor.config as inductor
+
+    if hasattr(inductor, "deterministic"):
+        inductor.deterministic = True
+
+
+def _refusal_of(error: BaseException) -> LayoutError | None:
+    """torch's refusal as ours, also where another error was made of it; None for anything else."""
+    link: BaseException | None = error
+    for _ in range(10):
+        if link is None:
+            return None
+        if found := _REFUSAL.search(str(link)):
+            return LayoutError(
+                f"torch has no deterministic implementation of {found[1]}, and train.deterministic is true",
+                where=_place_in_own_code(link),
+                fix="use another operation in your model or objective, or set train.deterministic=false",
+            )
+        link = link.__cause__ or link.__context__
+    return None
+
+
+def _place_in_own_code(error: BaseException) -> str | None:
+    """File and line of the innermost frame that is neither torch's nor ours; a backward has none."""
+    place, trace = None, error.__traceback__
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if not name.startswith((*_NOT_THE_USERS, "<")):
+            place = f"{name}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return place

@@ -1,0 +1,149 @@
+"""train.deterministic: torch is told before CUDA starts, and an operation that it refuses is one line."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from commands import TINY, environment, run, write_text
+from phalanx.cli._resume import resumed_job
+from phalanx.core.errors import EnvironmentProblem, LayoutError
+from phalanx.core.files import write_json_atomic
+from phalanx.job.load import load_job
+from phalanx.mesh.determinism import CUBLAS_VARIABLE, deterministic_algorithms, explained_refusals
+
+# put_ without accumulate has no deterministic implementation, on CPUs either.
+MODEL = """
+import os
+import torch
+from torch import nn
+
+
+class Puts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(257, 257)
+
+    def forward(self, inputs):
+        if os.environ.get("WHAT") == "put":
+            torch.zeros(4).put_(torch.tensor([0, 1]), torch.ones(2))
+        if "RANK" in os.environ:
+            with open(os.environ["SEEN"], "a") as file:
+                print(torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG"), file=file)
+        return self.table(inputs)
+
+
+def build():
+    return Puts()
+"""
+
+
+def put() -> None:
+    torch.zeros(4).put_(torch.tensor([0, 1]), torch.ones(2))
+
+
+@pytest.fixture(autouse=True)
+def without_cublas_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CUBLAS_VARIABLE, "")  # so that it is as it was afterwards
+    monkeypatch.delenv(CUBLAS_VARIABLE)
+
+
+def settings() -> tuple[bool, bool, str | None]:
+    enabled = torch.are_deterministic_algorithms_enabled()
+    return enabled, torch.backends.cudnn.benchmark, os.environ.get(CUBLAS_VARIABLE)
+
+
+def test_torch_is_told_and_told_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    with deterministic_algorithms(False):
+        assert settings() == (False, True, None)
+    with deterministic_algorithms(True):
+        assert settings() == (True, False, ":4096:8")
+    assert settings()[:2] == (False, True)
+
+
+@pytest.mark.parametrize("value", [":16:8", ":4096:8"])
+def test_the_users_own_value_stays(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CUBLAS_VARIABLE, value)
+    with deterministic_algorithms(True, device="cuda"):
+        assert settings()[2] == value
+
+
+def test_a_value_with_which_cublas_varies_is_refused_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CUBLAS_VARIABLE, ":0:0")
+    with pytest.raises(EnvironmentProblem, match=r"is ':0:0', .*; unset it, or set it to :4096:8 or :16:8"):
+        deterministic_algorithms(True, device="cuda").__enter__()
+    with deterministic_algorithms(True, device="cpu"):
+        assert settings() == (True, False, ":0:0")
+
+
+def test_a_refusal_names_the_operation_and_the_line() -> None:
+    with pytest.raises(LayoutError) as caught, deterministic_algorithms(True):
+        put()
+    line = put.__code__.co_firstlineno + 1
+    assert str(caught.value) == (
+        f"{__file__}:{line}: torch has no deterministic implementation of put_, and train.deterministic is true; "
+        "use another operation in your model or objective, or set train.deterministic=false"
+    )
+    assert caught.value.exit_code == 3
+    assert settings()[0] is False
+
+
+def test_a_refusal_that_became_another_error_is_one_still() -> None:
+    def wrapped() -> None:
+        try:
+            put()
+        except RuntimeError as error:
+            raise ValueError("in the first forward") from error
+
+    with pytest.raises(LayoutError, match="implementation of put_"), deterministic_algorithms(True):
+        wrapped()
+
+
+def test_other_errors_are_not_touched() -> None:
+    for error in (RuntimeError("boom"), KeyError("x")):
+        with pytest.raises(type(error)) as caught, deterministic_algorithms(True):
+            raise error
+        assert caught.value is error
+    torch.use_deterministic_algorithms(True)  # of the user's own accord, and so not by a key of the job
+    try:
+        with pytest.raises(RuntimeError, match="put_ does not have"), explained_refusals(False):
+            put()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def train(folder: Path, name: str, *keys: str, **variables: str) -> Any:
+    write_text(folder / "text")
+    (folder / "puts.py").write_text(MODEL)
+    job = [key for key in TINY if not key.startswith("model.")]
+    own = ("model.kind=puts:build", "data.source=text", "parallel.ranks=2", "train.steps=4", f"run.dir={name}")
+    return run("train", *job, *own, *keys, cwd=folder, env=environment(SEEN=str(folder / name) + ".seen", **variables))
+
+
+def test_a_run_with_an_operation_that_has_none_is_refused_in_a_line(tmp_path: Path) -> None:
+    done = train(tmp_path, "refused", "train.deterministic=true", WHAT="put")
+    assert done.code == 3, done.err
+    assert "torch has no deterministic implementation of put_" in done.problem
+    assert "puts.py:14" in done.problem
+    assert "Traceback" not in done.err
+    assert not (tmp_path / "refused").exists(), "refused before its first step: as if it had never been"
+
+
+def test_ranks_are_deterministic_where_the_job_says_so(tmp_path: Path) -> None:
+    assert train(tmp_path, "yes", "train.deterministic=true").code == 0
+    seen = (tmp_path / "yes.seen").read_text().splitlines()
+    assert set(seen) == {"True :4096:8"}
+
+
+def test_a_run_may_change_it(tmp_path: Path) -> None:
+    write_json_atomic(tmp_path / "job.json", load_job(None, ["cluster.device=cpu"]).to_json())
+    resumed = resumed_job(str(tmp_path), ["train.deterministic=true"])
+    assert not resumed.is_other_training
+    assert resumed.lines() == [
+        "changed train.deterministic false -> true: the same mathematics, rounded otherwise, on GPUs"
+    ]
