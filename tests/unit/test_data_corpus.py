@@ -456,11 +456,11 @@ def test_tokens_that_are_there_are_checked_against_the_model_of_today(library: P
 # Refusals
 
 
-def refused(act: Callable[[], object], *said: str) -> None:
+def refused(act: Callable[[], object], *said: str, code: ExitCode = ExitCode.DATA) -> None:
     with pytest.raises(DataError) as caught:
         act()
     line = str(caught.value)
-    assert caught.value.exit_code is ExitCode.DATA == 4
+    assert caught.value.exit_code is code
     assert "\n" not in line
     for part in said:
         assert part in line, line
@@ -529,7 +529,10 @@ def test_too_few_tokens_for_one_sequence(tmp_path: Path, out_dir: Path) -> None:
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="needs a file that opens and cannot be read")
 def test_an_unreadable_file(tmp_path: Path, out_dir: Path) -> None:
-    refused_without_trace("/proc/self/mem", out_dir, "cannot be read (Input/output error)", "/proc/self/mem")
+    """A disk that fails, not data that is damaged."""
+    said = ("cannot be read (Input/output error)", "/proc/self/mem")
+    refused(lambda: prepare("/proc/self/mem", out_dir), *said, code=ExitCode.RESOURCES)
+    assert not out_dir.exists()
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "fine.txt").write_text("text")
