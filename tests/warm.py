@@ -28,8 +28,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 NURSERY, HOME = "PHALANX_TESTS_NURSERY", "PHALANX_TESTS_HOME"
-PROBE, SERVER = "phalanx.nn.probe", "phalanx.launch.server"
-MODULES = (PROBE, SERVER)
+MODULES = ("phalanx.nn.probe", "phalanx.launch.server", "phalanx.checkpoint.exchange.unpickle")
 # What they import, but not they themselves: each runs as `__main__`.
 IMPORTED = ("torch", "torch._dynamo", "phalanx.cli._rank", "phalanx.verify.rank", "phalanx.nn.hf", "runpy")
 # Variables that are read when an interpreter or a library starts: with others than the nursery's there is no fork.
@@ -38,7 +37,7 @@ AT_START = (
     *("TORCH", "PYTORCH", "LD_", "MALLOC_", "GLIBC_", "CUDA_", "GOMP_"),
 )
 NOT_AT_START = (
-    "PYTHONPATH",
+    *("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"),
     *("PYTORCH_NVML_BASED_CUDA_CHECK", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),  # read where CUDA starts
 )
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -193,7 +192,13 @@ class Forked:
                 self.returncode = int(self._connection.recv(64) or -signal.SIGKILL)
         return self.returncode
 
-    def communicate(self, timeout: float | None = None) -> tuple[str | None, str | None]:
+    def __enter__(self) -> Forked:
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self.wait()
+
+    def communicate(self, input: None = None, timeout: float | None = None) -> tuple[str | None, str | None]:
         until = None if timeout is None else time.monotonic() + timeout
         streams = [stream for stream in (self.stdout, self.stderr) if stream is not None]
         self._read: dict[IO[str], bytes] = getattr(self, "_read", dict.fromkeys(streams, b""))

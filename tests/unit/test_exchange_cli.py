@@ -319,7 +319,7 @@ VERBS: dict[tuple[str, ...], Callable[[Path], Iterable[tuple[object, ...]]]] = {
     ("report",): lambda d: [(d,)],
     ("eval",): lambda d: [(d,), (d / "checkpoints" / "step-1",)],
     ("generate",): lambda d: [(d, "--prompt", "a"), (d / "checkpoints" / "step-1", "--prompt", "a")],
-    ("verify",): lambda d: [(d / "job.toml",), (f"model.init_from={d}", "--ranks", "1")],
+    ("verify",): lambda d: [(d / "job.toml",), (f"model.init_from={d}", "--ranks", "1", "--shrink")],
     ("train",): lambda d: [
         *((d / "job.toml",), ("--resume", d)),
         *((f"model.init_from={place}", f"run.dir={d.parent / 'x'}") for place in (d, d / "checkpoints" / "step-1")),
