@@ -54,9 +54,16 @@ def checkout(place: Path) -> Path:
 
 
 def follow(
-    page: str, place: Path, *, also: Sequence[str] = (), env: Mapping[str, str] | None = None, long: bool = False
+    page: str,
+    place: Path,
+    *,
+    also: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    long: bool = False,
+    runs: bool = True,
 ) -> list[Said]:
     """Every marked block of docs/`page`, in `place`. `also`: arguments of each `phalanx train`, to make it short.
+    Without `runs` files are written and changed, and nothing is run.
 
     Raises AssertionError with the command and its words where something is not as the page says.
     """
@@ -73,14 +80,14 @@ def follow(
             path.write_text(block["text"], encoding="utf-8")
         elif what == "change":
             _change(place / words[0], block["text"])
-        elif what == "run" and ("long" not in words or long):
+        elif what == "run" and runs and ("long" not in words or long):
             code = next((int(word) for word in words if word.isdecimal()), 0)
             found = _run(block["text"], place, also, env or {}, together="together" in words)
             for each in found:
                 assert each.done.code == code, f"{each.command}\n{each.done.out}\n{each.done.err}"
             said += found
             last = "\n".join(each.done.out + each.done.err for each in found)
-        elif what == "says" and ("long" not in words or long):
+        elif what == "says" and runs and ("long" not in words or long):
             _require(block["text"].splitlines(), last.splitlines())
     return said
 

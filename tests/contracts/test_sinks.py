@@ -159,6 +159,7 @@ def test_a_directory_that_disappears_stops_nobody(kind: str, tmp_path: Path) -> 
     assert time.monotonic() - began < CLOSE_S + 5
 
 
+@pytest.mark.long
 def test_a_resumed_run_adds_to_the_same_curves(kind: str, tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text(json.dumps({"run": {"name": "r"}, "optim": {"lr": 0.25}}))
     evaluation = EvalFinished(4, 2.5, 100, 1.0, {"a/b": 2.25}, metrics={"top 5": 0.75})
@@ -506,6 +507,7 @@ def test_a_process_whose_sink_cannot_open_says_why(num_events: int, tmp_path: Pa
     assert "FileExistsError" in reason
 
 
+@pytest.mark.long
 def test_mlflow_has_what_it_said_to_be_durable_when_it_is_killed(tmp_path: Path) -> None:
     """Without being closed: a run that leaves it behind loses the last seconds, not everything."""
     pytest.importorskip("mlflow")
@@ -521,6 +523,7 @@ def test_mlflow_has_what_it_said_to_be_durable_when_it_is_killed(tmp_path: Path)
     assert [point.step for point in client.get_metric_history(run.info.run_id, "train/loss")] == [1, 2]
 
 
+@pytest.mark.long
 def test_a_sink_that_is_at_work_at_the_end_is_given_time(tmp_path: Path) -> None:
     """A run shorter than the start of its sink."""
     pytest.importorskip("mlflow")

@@ -78,6 +78,7 @@ def test_checkpoints_are_measured_beside_dcp(tmp_path: Path) -> None:
     assert "stall ÷ plain copy" in done.stdout
 
 
+@pytest.mark.long
 def test_pipelines_are_measured_beside_torchs(tmp_path: Path) -> None:
     """A model of nothing: both sides of every schedule train as one process does, and each has its numbers."""
     found = measured("pipeline.py", tmp_path / "found")

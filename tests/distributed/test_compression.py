@@ -90,6 +90,7 @@ def learned() -> dict[str, tuple[float, list[str]]]:
     return run_ranks(2, learn, False)[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_learns_nearly_as_well_and_ranks_hold_the_same_weights(
     learned: dict[str, tuple[float, list[str]]], kind: str
@@ -100,6 +101,7 @@ def test_it_learns_nearly_as_well_and_ranks_hold_the_same_weights(
     assert loss <= learned["none"][0] + NEAR[kind]
 
 
+@pytest.mark.long
 def test_error_feedback_matters(learned: dict[str, tuple[float, list[str]]]) -> None:
     """Planted: what was not sent is forgotten after each step."""
     for kind, (loss, _) in run_ranks(2, learn, True)[0].items():

@@ -319,6 +319,7 @@ def test_what_cannot_be_trained_on_is_refused_or_skipped_and_said(runs: Runs, mo
     assert masks.out == ""  # before anything is built
 
 
+@pytest.mark.long
 def test_steps_whose_targets_are_all_masked_are_skipped_and_said(runs: Runs) -> None:
     model = ("model.num_layers=1", "model.dim=32", "model.num_heads=2", "model.vocab_size=64", "data.seq_len=8")
     keys = ("data.source=own_code:masked", "train.steps=3", "train.global_batch_size=4", "run.dir=masked")

@@ -230,6 +230,7 @@ def test_what_cannot_be_made_by_place_is_named() -> None:
     }
 
 
+@pytest.mark.long
 def test_a_run_on_several_ranks_says_what_depends_on_the_layout(tmp_path: Path) -> None:
     """torch.rand_like in a forward: once, on the console and for the page. One rank alone is told nothing."""
     write_text(tmp_path / "text")

@@ -187,7 +187,7 @@ def matrix(rank: int, num_ranks: int, cases: dict[str, Case], reference: Any) ->
     return {name: errors_of(plan_of(num_ranks, case), *reference) for name, case in cases.items()}
 
 
-@pytest.mark.parametrize(("num_ranks", "cases"), [(2, ON_TWO), (4, ON_FOUR)])
+@pytest.mark.parametrize(("num_ranks", "cases"), [(2, ON_TWO), pytest.param(4, ON_FOUR, marks=pytest.mark.long)])
 def test_experts_equal_one_process(num_ranks: int, cases: dict[str, Case]) -> None:
     for found in run_ranks(num_ranks, matrix, num_ranks, cases, alone()):
         wrong = {name: errors for name, errors in found.items() if max(errors.values()) > 1e-12}

@@ -44,6 +44,7 @@ def words(text: Path, *more: str) -> list[str]:
     return [*(word for word in TINY if not word.startswith("model.")), *own, f"data.source={text}", *more]
 
 
+@pytest.mark.long
 def test_a_hostile_exception_and_hostile_names(tmp_path: Path) -> None:
     (tmp_path / "hostile_model.py").write_text(CODE)
     text = write_text(tmp_path / EVIL_NAME[:-1])

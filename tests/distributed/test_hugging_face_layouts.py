@@ -65,6 +65,7 @@ def test_models_without_a_plan_are_equal_or_refused(tmp_path: Path, name: str) -
     assert all(found[layout, "float32"] for layout in ("ddp", "zero3", "zero3-full"))
 
 
+@pytest.mark.long
 def test_a_run_is_exported_as_the_directory_that_it_came_from(tmp_path: Path) -> None:
     """Tied weights, over two stages, by the directory's tokenizer; what was exported starts the next run."""
     write_config(

@@ -107,6 +107,7 @@ def test_a_run_that_continues_does_not_read_it(place: Path, started: dict[str, D
     assert not trace.exists()
 
 
+@pytest.mark.long
 def test_a_users_own_module_is_asked_by_its_ranks(place: Path) -> None:
     """Its names are not known before: the ranks refuse, with the table."""
     done = run("train", *KEYS[3:], "model.kind=user_code:bigram", "model.init_from=source", "run.dir=own", cwd=place)
@@ -149,6 +150,7 @@ def test_places_that_hold_no_weights(place: Path, tmp_path: Path, capsys: pytest
     assert "no weights to cast" in refused(capsys, place, "model.init_cast=true", code=3)
 
 
+@pytest.mark.long
 def test_another_type_is_rounded_only_when_asked(place: Path, tmp_path: Path) -> None:
     """Exported in bfloat16, imported, refused, and taken: the first half of each number's bits is the reference."""
     half = tmp_path / "half"

@@ -73,6 +73,7 @@ for name in sys.argv[1:]:
 """
 
 
+@pytest.mark.long
 def test_nothing_that_the_server_imports_begins_cuda(tmp_path: Path) -> None:
     """torchao, which transformers imports where it is installed, asks torch for GPUs four times."""
     pytest.importorskip("transformers")

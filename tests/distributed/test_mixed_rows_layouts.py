@@ -51,6 +51,7 @@ def test_plan_train_and_verify_name_an_objective_that_mixes_rows(tmp_path: Path)
     assert "the objective lets the rows of a batch see each other" in row["first"]["cause"]
 
 
+@pytest.mark.long
 def test_an_objective_that_gathers_by_itself_is_refused_by_name(tmp_path: Path) -> None:
     objective = "model.objective=mixing:gathering"
     code, row = judged(tmp_path, objective)

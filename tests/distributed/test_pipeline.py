@@ -69,7 +69,7 @@ def require_parity(num_ranks: int, cases: list[Case], references: dict[str, Trac
     assert {name: errors for name, errors in off.items() if errors} == {}
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_each_schedule_alone(num_ranks: int, references: dict[str, Trace]) -> None:
     tied = num_ranks == 2
     cases = [case(name, tied, pp=num_ranks, schedule=name) for name in SCHEDULES]
@@ -147,6 +147,7 @@ def test_all_axes_with_every_schedule(references: dict[str, Trace]) -> None:
 # Cuts and schedules of one's own
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("each_tied_and_not", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_uneven_cuts(references: dict[str, Trace], each_tied_and_not: bool) -> None:
     """A first stage of the embedding alone, a last one of the head alone; both; and a crooked cut."""

@@ -131,6 +131,7 @@ FSDP_REFUSES = [
 PER_SAMPLE = [name for name in CAN_BE_CUT if name != "BatchNorm inside"]
 
 
+@pytest.mark.long
 def test_modules_of_others_with_data_parallelism(zoo_traces: dict[str, Trace]) -> None:
     """Each module with one kind of data parallelism, and each kind with several modules."""
     kinds = list(DATA_PARALLEL.values())
@@ -296,6 +297,7 @@ def style_case(name: str, recompute: str = "none", **parallel: Any) -> Case:
     return Case(f"{name} {recompute} {parallel}", partial(styled, name), parallel, how, reference=name, batches=batches)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("each_with_each", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_models_of_every_style_and_every_recomputation(each_with_each: bool) -> None:
     """Learned positions, windows, documents, images; GQA is in all of test_pipeline."""
@@ -637,7 +639,7 @@ def _part(tensor: torch.Tensor, offset: tuple[int, ...], size: tuple[int, ...]) 
     return tensor[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
 
 
-@pytest.mark.parametrize("num_ranks", list(WALKS))
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_steps_of_other_lengths_evaluations_and_calls_between_them(num_ranks: int) -> None:
     """Reference: one process that does the same, in fp64."""
     losses, evaluations, sums, weights = run_ranks(1, one_process_walks)[0]

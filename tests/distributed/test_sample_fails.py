@@ -40,6 +40,7 @@ def build():
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fails_on", [pytest.param("0,1", marks=pytest.mark.long), "1"])
 def test_a_sample_that_fails_does_not_fail_a_finished_run(
     fails_on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

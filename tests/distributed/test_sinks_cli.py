@@ -62,6 +62,7 @@ def test_a_run_and_its_resumption_are_one_curve_in_every_sink(tmp_path: Path) ->
     assert len({record.run_id for record in wandb_runs(run_dir)}) == 1
 
 
+@pytest.mark.long
 def test_no_secret_of_the_environment_reaches_a_file_of_the_run(tmp_path: Path) -> None:
     """With every sink on, and a model that prints the token in every way there is and raises with it."""
     for name in ("user_code.py", "user_code_leaky.py"):

@@ -199,6 +199,7 @@ def test_of_two_runs_that_race_for_a_url_one_is_refused(story: Story) -> None:
     assert saved_steps(story.folder / winner) == [4]
 
 
+@pytest.mark.long
 def test_a_claim_that_was_lost_is_noticed_before_anything_is_loaded(
     story: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,6 +69,7 @@ def test_a_run_is_resumed_under_torchrun(reference: Reference) -> None:
     assert weights(copy) == weights(reference.dir)
 
 
+@pytest.mark.long
 def test_ranks_started_by_hand(reference: Reference) -> None:
     """Two processes with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, of a run started by ourselves."""
     copy, port = reference.interrupted("by hand"), free_port()
@@ -101,7 +102,11 @@ def of_hydra(rank: int, port: int) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("place_of", "origin"),
-    [(of_slurm, "Slurm"), (of_open_mpi, "Open MPI"), pytest.param(of_hydra, "PMI", marks=pytest.mark.long)],
+    [
+        (of_slurm, "Slurm"),
+        pytest.param(of_open_mpi, "Open MPI", marks=pytest.mark.long),
+        pytest.param(of_hydra, "PMI", marks=pytest.mark.long),
+    ],
 )
 def test_tasks_of_another_launcher_train_one_job(
     reference: Reference, place_of: Callable[[int, int], dict[str, str]], origin: str
@@ -139,7 +144,7 @@ def test_half_of_slurms_variables_are_refused_before_anything_is_written(referen
     assert not (reference.folder / "none").exists()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_an_end_that_cannot_be_recorded_is_no_success(world_size: int, reference: Reference) -> None:
     """Files may grow to 32 MiB, and the one that takes the end of the run is as large: all else is written."""
     run_dir, port = reference.folder / f"unrecorded {world_size}", free_port()

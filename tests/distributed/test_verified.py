@@ -101,7 +101,11 @@ def test_a_cell_says_what_is_allowed_where_the_head_does_not() -> None:
     assert TABLE._counts(of) == {"equal": 1, "lossy": 2, "refused": 1, "differ": 0}
 
 
-@pytest.mark.parametrize("judged", TABLE.SHORT, ids=lambda judged: judged.what)
+@pytest.mark.parametrize(
+    "judged",
+    [pytest.param(each, marks=[pytest.mark.long] * each.what.startswith("Hugging Face")) for each in TABLE.SHORT],
+    ids=lambda judged: judged.what,
+)
 def test_a_short_version_of_the_table_is_equal(judged: object, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in nursery().variables().items():
         monkeypatch.setitem(os.environ, name, value)

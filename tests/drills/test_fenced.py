@@ -74,7 +74,7 @@ def test_a_job_that_wakes_up_stops_at_once_and_leaves_the_run_as_the_other_left_
     assert {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)} == set()
 
 
-@pytest.mark.parametrize("who", ["nobody", "ranks"])
+@pytest.mark.parametrize("who", ["nobody", pytest.param("ranks", marks=pytest.mark.long)])
 def test_a_lock_removed_by_hand_and_taken_by_another_stops_the_first(tmp_path: Path, who: str) -> None:
     """Both live: the first hears of it within seconds, its supervisor even where its ranks stand still."""
     write_text(tmp_path / "text")

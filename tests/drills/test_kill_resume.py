@@ -125,7 +125,12 @@ def draw_faults(seed: int, phases: tuple[str, ...]) -> list[str]:
 @pytest.mark.parametrize(
     ("layout", "seed", "phases"),
     [
-        ("ddp", 4, ("data", "forward", "optimizer", "evaluate", "ckpt_write", "after_commit", "ckpt_load")),
+        pytest.param(
+            "ddp",
+            4,
+            ("data", "forward", "optimizer", "evaluate", "ckpt_write", "after_commit", "ckpt_load"),
+            marks=pytest.mark.long,
+        ),
         ("zero3", 2, ("backward", "collective", "ckpt_stage", "before_commit", "optimizer", "ckpt_load")),
     ],
 )
@@ -207,7 +212,7 @@ def test_killed_while_saves_are_in_flight(
     assert len(kept) == 2
 
 
-@pytest.mark.parametrize("whole_group", [False, True])
+@pytest.mark.parametrize("whole_group", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_killed_supervisor_takes_its_ranks_along(drill: Drill, whole_group: bool) -> None:
     """kill -9 of the supervisor, alone or with its process group; nothing is left and the run continues."""
     name = f"supervisor killed {whole_group}"

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import psutil
+import pytest
 
 from commands import TINY, events, loss_curve, run, start, survivors, watching, write_text
 from phalanx.observe.events import LoaderWorkerReplaced, StepFinished
@@ -27,6 +28,7 @@ def workers(run_dir: Path) -> list[int]:
     return [pid for _, pid in sorted(found)]
 
 
+@pytest.mark.long
 def test_killed_and_frozen_workers_change_nothing(tmp_path: Path) -> None:
     write_text(tmp_path / "text")
     job = (*TINY, "data.source=text", f"train.steps={STEPS}", "parallel.ranks=2", "observe.samples=true")

@@ -129,7 +129,7 @@ def ext4(place: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", place], check=True)
 
 
-@pytest.mark.parametrize("how", ["full", "no inodes"])
+@pytest.mark.parametrize("how", ["full", pytest.param("no inodes", marks=pytest.mark.long)])
 def test_a_disk_that_refuses_the_last_save_ends_the_run_with_its_cause_and_no_restart(how: str, tmp_path: Path) -> None:
     write_text(tmp_path / "text")
     with mounted(tmp_path / "disk", "size=8m,nr_inodes=60" if how == "no inodes" else "size=8m") as disk:

@@ -82,6 +82,7 @@ def test_sigterm_saves_and_the_resumed_run_is_the_same(folder: Path) -> None:
     assert len(events(run_dir, StepFinished)) == 2 * STEPS  # no step was done twice
 
 
+@pytest.mark.long
 def test_a_stop_while_a_save_is_in_flight(folder: Path) -> None:
     """Saves beside training all the time: the one in flight ends, the stop's own comes after it, nothing is lost."""
     process = start("train", *JOB, "run.dir=in flight", "checkpoint.every_minutes=0.00001", cwd=folder)
@@ -103,6 +104,7 @@ def test_a_stop_while_a_save_is_in_flight(folder: Path) -> None:
     assert len(events(run_dir, StepFinished)) == 2 * STEPS  # no step was done twice
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("phase", ["ckpt_write", pytest.param("before_commit", marks=pytest.mark.long)])
 def test_a_grace_period_too_short_leaves_the_checkpoint_before(folder: Path, phase: str) -> None:
     """The save of the stop stands still (a disk that does not answer): it is killed, and the one before stands."""

@@ -96,6 +96,7 @@ def train_example(folder: str, run_dir: Path, *overrides: str) -> Done:
     return done
 
 
+@pytest.mark.long
 def test_digits_are_told_apart_by_a_net_with_batchnorm(tmp_path: Path) -> None:
     """At least 95 % of the held-out ones, trained on two ranks and evaluated as a plain module in one process."""
     done = train_example("digits", tmp_path / "run")
@@ -147,6 +148,7 @@ def test_a_run_says_its_warnings_and_keeps_them(sharded: tuple[Path, Done]) -> N
     assert [note.facts["text"] for note in notes if isinstance(note, Note) and note.code == "warning"] == [line]
 
 
+@pytest.mark.long
 def test_a_resumed_run_with_another_batch_scales_its_rate(sharded: tuple[Path, Done]) -> None:
     """Batch 128 instead of the reference of 32: twice the rate, in the reasons and in what the steps used."""
     run_dir, _ = sharded
@@ -159,6 +161,7 @@ def test_a_resumed_run_with_another_batch_scales_its_rate(sharded: tuple[Path, D
     assert {event.learning_rate for event in new if isinstance(event, StepFinished)} == {0.006}
 
 
+@pytest.mark.long
 def test_regression_finds_the_least_squares_solution(tmp_path: Path) -> None:
     train_example("regression", tmp_path / "run")
     said = run_script("regression", "compare.py", tmp_path / "run")

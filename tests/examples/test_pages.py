@@ -14,6 +14,19 @@ from walks import checkout, follow
 
 SHORT = [key for key in TINY if not key.startswith("train.steps")]
 BOTH = pytest.mark.parametrize("long", [False, pytest.param(True, marks=pytest.mark.long)])
+BOTH_LONG = pytest.mark.parametrize("long", [pytest.param(each, marks=pytest.mark.long) for each in (False, True)])
+
+
+@pytest.mark.parametrize("page", ["new-model.md", "new-axis-implementation.md"])
+def test_what_a_page_changes_is_where_it_says(page: str, tmp_path: Path) -> None:
+    """Each file is Python when the page is done with it."""
+    root = checkout(tmp_path)
+    before = {path: path.read_bytes() for path in root.rglob("*.py")}
+    follow(page, root, runs=False)
+    changed = [path for path in root.rglob("*.py") if path.read_bytes() != before.get(path)]
+    assert changed
+    for path in changed:
+        compile(path.read_bytes(), path, "exec")
 
 
 def require_equal_and_learned(runs: Path, layouts: list[str], steps: int) -> None:
@@ -24,7 +37,7 @@ def require_equal_and_learned(runs: Path, layouts: list[str], steps: int) -> Non
     assert curves[0][-1] < curves[0][0] - 0.2
 
 
-@BOTH
+@BOTH_LONG
 def test_a_new_model_is_one_file(tmp_path: Path, long: bool) -> None:
     """Contract tests find it, verify proves it, and it learns the same in every layout."""
     root = checkout(tmp_path)
@@ -35,7 +48,7 @@ def test_a_new_model_is_one_file(tmp_path: Path, long: bool) -> None:
     require_equal_and_learned(root / "runs", ["pp2", "ddp", "zero3", "tp2"] if long else ["pp2"], 8)
 
 
-@BOTH
+@BOTH_LONG
 def test_a_new_reduction_of_gradients_is_one_file_and_a_new_attention_two(tmp_path: Path, long: bool) -> None:
     """Tests find both; schema, plan and verify know them. Signs learn, and send a bit for each element; turns
     send what the plan says."""

@@ -153,6 +153,7 @@ LIBRARIES = (
 )
 
 
+@pytest.mark.long
 def test_nothing_in_the_folder_one_stands_in_stands_for_a_library(tmp_path: Path) -> None:
     """A stranger's folder: `python -m phalanx` is as inert there as the command. A module of one's own is found."""
     text = write_text(tmp_path / "texts")

@@ -248,7 +248,7 @@ def slow_corpus(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
 def test_a_build_that_is_stopped_goes_on(made: Path, tmp_path: Path, how: signal.Signals) -> None:
     """Also kill -9: whole shards are kept and not written again, workers end with their parent."""
     corpus = slow_corpus(tmp_path / "corpus")

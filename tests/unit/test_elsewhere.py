@@ -52,6 +52,7 @@ def test_the_tenth_is_a_tenth_and_depends_on_the_seed() -> None:
     assert first != other
 
 
+@pytest.mark.long
 def test_a_variant_runs_its_tests_and_goes_on_from_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tests, records, mended = tmp_path / "tests", tmp_path / "records", tmp_path / "mended"
     tests.mkdir()

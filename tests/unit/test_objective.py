@@ -123,7 +123,7 @@ def test_logits_never_exist_for_more_than_a_chunk(chunk: int) -> None:
 
 @pytest.mark.parametrize("output", [CausalOutput, HeadOutput], ids=["built in", "Hugging Face"])
 @pytest.mark.parametrize("chunk", [64, 256, 1024])
-@pytest.mark.parametrize("dim", [64, 512])
+@pytest.mark.parametrize("dim", [64, pytest.param(512, marks=pytest.mark.long)])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_loss_over_several_chunks_holds_one_of_them(
     output: type[CausalOutput], chunk: int, dim: int, precision: str

@@ -457,6 +457,7 @@ def test_many_ranks_and_many_events_stay_readable(run: Run) -> None:
     assert "events in between left out" in page.text
 
 
+@pytest.mark.long
 def test_a_hundred_thousand_steps(run: Run) -> None:
     """Under 5 MB and 10 s of this process's time, and the one bad step is still to be seen."""
     run.start(total=100_000)

@@ -576,6 +576,7 @@ def read_ranges(rank: int, root: Path) -> dict[tuple[str, str], tuple[dict[str, 
     return found
 
 
+@pytest.mark.long
 def test_a_rank_reads_the_chunks_that_hold_its_bytes_once_and_no_others(tmp_path: Path) -> None:
     (found,) = run_ranks(1, read_ranges, tmp_path)
     for case, (read, needed, right, _) in found.items():
