@@ -28,7 +28,12 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 NURSERY, HOME = "PHALANX_TESTS_NURSERY", "PHALANX_TESTS_HOME"
-MODULES = ("phalanx.nn.probe", "phalanx.launch.server", "phalanx.checkpoint.exchange.unpickle")
+MODULES = (
+    "phalanx.nn.probe",
+    "phalanx.verify.rows_probe",
+    "phalanx.launch.server",
+    "phalanx.checkpoint.exchange.unpickle",
+)
 # What they import, but not they themselves: each runs as `__main__`.
 IMPORTED = ("torch", "torch._dynamo", "phalanx.cli._rank", "phalanx.verify.rank", "phalanx.nn.hf", "runpy")
 # Variables that are read when an interpreter or a library starts: with others than the nursery's there is no fork.

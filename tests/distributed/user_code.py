@@ -75,11 +75,12 @@ def poisoned(outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Ten
 
 
 class Slow(Bigram):
-    """Says that it is in its forward, and stays there."""
+    """Says that it is in its forward, and stays there: in a rank, not where a plan tries what it does."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        Path("slow").touch()
-        time.sleep(60)
+        if "RANK" in os.environ:
+            Path("slow").touch()
+            time.sleep(60)
         return super().forward(inputs)
 
 

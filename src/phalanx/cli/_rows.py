@@ -17,7 +17,7 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.warnings import EarlyWarning
 
 PROBE = "phalanx.verify.rows_probe"
-TIMEOUT_S = 60.0  # a run waits for it before its ranks start
+TIMEOUT_S = 30.0  # a run waits for it before its ranks start
 
 
 def warnings_of_rows(job: Job, plan: Plan, *, ask: bool = True) -> tuple[EarlyWarning, ...]:
