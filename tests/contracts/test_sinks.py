@@ -189,6 +189,7 @@ def test_a_resumed_run_adds_to_the_same_curves(kind: str, tmp_path: Path) -> Non
     IS_ONE_RUN[kind](tmp_path)
 
 
+@pytest.mark.long
 def test_what_is_done_first_after_a_restart_joins_what_stands(kind: str, tmp_path: Path) -> None:
     """The evaluation of the step that is continued from: it is drawn, and the step itself stays."""
     record(kind, tmp_path, 0, [started(0), step(1, loss=1.0), step(2, loss=0.5)])

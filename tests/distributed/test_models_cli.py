@@ -43,6 +43,7 @@ GPT2 = (
 VIT = ("model.kind=vit", "model.image_size=8", "model.patch_size=4", "model.num_channels=1", "model.num_classes=4")
 
 
+@pytest.mark.long
 def test_a_gpt2_and_a_vision_transformer_learn(tmp_path: Path) -> None:
     """GPT-2's shape with small widths on packed documents; images of a user's own dataset on two ranks."""
     write_text(tmp_path / "text")

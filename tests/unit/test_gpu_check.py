@@ -365,6 +365,7 @@ def test_every_case_has_its_line_whatever_becomes_of_it() -> None:
     assert len(table.parity_table([row])) == 1 + len(cases)
 
 
+@pytest.mark.long
 def test_results_are_the_same_on_this_device_and_another_mask_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     said: dict[str, Any] = {}
     same_results.measure(TINY, said.update)
