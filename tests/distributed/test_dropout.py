@@ -141,7 +141,7 @@ def reference() -> Outcome:
     return run_ranks(1, one_process)[0]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_every_layout_drops_what_one_process_drops(num_ranks: int, reference: Outcome) -> None:
     """Losses and weights to 1e-10 in fp64, whatever the ranks, the microbatches, and with recompute."""
     losses, weights = reference

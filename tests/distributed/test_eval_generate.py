@@ -241,6 +241,7 @@ def test_damage_is_exit_5_on_the_way(folder: Path) -> None:
     assert "xxh3 of bytes" in done.err.splitlines()[-1]
 
 
+@pytest.mark.long
 def test_tokens_without_text_are_ids(folder: Path) -> None:
     import numpy as np
 

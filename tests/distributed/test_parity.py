@@ -214,7 +214,7 @@ def compare_odd(rank: int, num_ranks: int, references: dict[Any, Trace]) -> dict
     return errors
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_unusual_modules_equal_one_process(num_ranks: int, references: dict[Any, Trace]) -> None:
     """Convolution, buffers and weights tied across modules or blocks, against the bare loop in fp64."""
     found = run_ranks(num_ranks, compare_odd, num_ranks, references)

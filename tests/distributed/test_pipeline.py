@@ -108,6 +108,7 @@ def test_with_data_parallelism_every_schedule(references: dict[str, Trace], tied
     require_parity(4, cases, references)
 
 
+@pytest.mark.long
 def test_with_tensor_parallelism(references: dict[str, Trace]) -> None:
     """With the sequence cut and without."""
     cases = [

@@ -112,6 +112,7 @@ def require_parity(num_ranks: int, cases: list[Case], traces: dict[str, Trace], 
     assert {name: errors for name, errors in off.items() if errors} == {}
 
 
+@pytest.mark.long
 def test_modules_of_others(zoo_traces: dict[str, Trace]) -> None:
     cases = [zoo_case(name, pp=2, schedule=schedule) for name in CAN_BE_CUT for schedule in ("1f1b", "zb-v")]
     require_parity(2, cases, zoo_traces)
@@ -345,6 +346,7 @@ def dropped_reference(rank: int) -> dict[str, Trace]:
     return {"dropped": train_in_microbatches(module, plain_batches(), **options)}
 
 
+@pytest.mark.long
 def test_dropout_drops_what_one_process_drops() -> None:
     traces = run_ranks(1, dropped_reference)[0]
 
@@ -397,8 +399,8 @@ BESIDE = {"alone": {}, "ddp": {"dp_replicate": 2}, "zero3": {"dp_shard": 2, "zer
 @pytest.mark.parametrize(
     ("precision", "kinds"),
     [
-        ("bf16", ("alone", "zero3")),
         ("fp16", ("ddp",)),
+        pytest.param("bf16", ("alone", "zero3"), marks=pytest.mark.long),
         pytest.param("bf16", ("ddp",), marks=pytest.mark.long),
         pytest.param("fp16", ("alone", "zero3"), marks=pytest.mark.long),
     ],

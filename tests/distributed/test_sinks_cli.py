@@ -38,6 +38,7 @@ def sinks(kinds: list[str]) -> str:
     return f"observe.sinks={json.dumps(kinds)}"
 
 
+@pytest.mark.long
 def test_a_run_and_its_resumption_are_one_curve_in_every_sink(tmp_path: Path) -> None:
     kinds = ["tensorboard", "wandb"]
     write_text(tmp_path / "text")

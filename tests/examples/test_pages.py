@@ -13,7 +13,6 @@ from commands import TINY, loss_curve, write_text
 from walks import checkout, follow
 
 SHORT = [key for key in TINY if not key.startswith("train.steps")]
-BOTH = pytest.mark.parametrize("long", [False, pytest.param(True, marks=pytest.mark.long)])
 BOTH_LONG = pytest.mark.parametrize("long", [pytest.param(each, marks=pytest.mark.long) for each in (False, True)])
 
 
@@ -63,7 +62,7 @@ def test_a_new_reduction_of_gradients_is_one_file_and_a_new_attention_two(tmp_pa
         require_equal_and_learned(root / "runs", ["sign"], 12)
 
 
-@BOTH
+@BOTH_LONG
 def test_a_module_of_your_own_is_cut_by_rules(tmp_path: Path, long: bool) -> None:
     """Rules are found, what is left whole is named, wrong ones are refused or differ, and the right ones train."""
     text = write_text(tmp_path / "text")

@@ -465,7 +465,9 @@ def test_an_error_of_a_worker_is_the_error_of_the_build(corpus: Path, tmp_path: 
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux's own account of memory")
-@pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
+@pytest.mark.parametrize(
+    "kind", ["txt", pytest.param("jsonl", marks=pytest.mark.long), pytest.param("parquet", marks=pytest.mark.long)]
+)
 def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, kind: str) -> None:
     """200 MB go through an interpreter that never holds 100 MB more than it had before."""
     path = tmp_path / f"large.{kind}"

@@ -91,6 +91,7 @@ def test_whatever_a_system_does_it_has_a_row(
     assert "end" not in row
 
 
+@pytest.mark.long
 def test_at_its_deadline_it_and_what_it_has_started_are_killed_and_what_it_found_stays(
     pretenders: dict[str, System], tmp_path: Path
 ) -> None:

@@ -245,7 +245,7 @@ def test_a_dense_model_has_no_experts_to_compute_otherwise(tmp_path: Path) -> No
     assert not use_batched_products(model_of(tmp_path, "llama"))
 
 
-@pytest.mark.parametrize("name", ["qwen2", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen2", pytest.param("mixtral", marks=pytest.mark.long)])
 def test_memory_of_a_rank_of_tp_is_what_its_rules_leave(tmp_path: Path, name: str) -> None:
     """Against a module that is really cut, and in stages: what no rule covers is whole on every rank."""
     kind = f"hf:{write_config(tmp_path, name, vocab_size=97)}"

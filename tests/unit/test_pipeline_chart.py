@@ -96,6 +96,7 @@ def test_planned_stands_over_measured_on_one_scale() -> None:
     assert "Measured: " in page
 
 
+@pytest.mark.long
 def test_a_large_pipeline_is_a_page_of_ordinary_size() -> None:
     page = timeline_chart(timeline("interleaved", 64, 128))
     assert Reader(page).classes.count("lane") == 16
