@@ -16,6 +16,7 @@ from phalanx.observe.events import Note
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
 
+@pytest.mark.long
 def test_the_run_says_once_that_the_checkpoint_is_of_another_kind_of_cpu(tmp_path: Path) -> None:
     write_text(tmp_path / "text")
     job = (*TINY, "data.source=text", "run.dir=run", "parallel.ranks=1", "checkpoint.every_steps=5")

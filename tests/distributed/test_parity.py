@@ -43,7 +43,7 @@ CLIP = {True: 0.5, False: None}  # tied: active in each step, which the referenc
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 ADAM = Optim(lr=1e-2, weight_decay=0.1, eps=1e-3)
 OBJECTIVE = causal_cross_entropy(5)
-SELDOM = ("ddp", "zero2", "hybrid zero1")  # on four ranks: each step of theirs is one of the others'
+SELDOM = ("ddp", "zero2", "zero3", "hybrid zero1")  # on four ranks: each step of theirs is one of the others'
 ACTUAL_LAYOUTS = [
     pytest.param(n, name, marks=[pytest.mark.long] * (n == 4 and name in SELDOM)) for n in (2, 4) for name in LAYOUTS[n]
 ]

@@ -116,6 +116,7 @@ def train_in_each(rank: int, num_ranks: int, names: dict[str, tuple[str, ...]]) 
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("num_ranks", "names"),
     [(4, ON_FOUR), pytest.param(8, PRODUCTS, marks=pytest.mark.long)],

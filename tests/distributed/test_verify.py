@@ -47,6 +47,7 @@ from phalanx.parallel.wire import Wire
 from phalanx.verify import rank as verify_rank
 from phalanx.verify.cases import RECOMPUTED, all_layouts, compressed_layouts, judged_job, make_cases, shrunk
 from phalanx.verify.row import ROWS
+from plants import some
 from ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
@@ -124,7 +125,9 @@ TENSOR_4 = ("ddp-tp2", "zero1-tp2", "zero2-tp2", "zero3-tp2", "tp4", "tp4-whole-
     [
         ("gpt2", 4, ("zero3-tp2",)),
         pytest.param("gpt2", 4, ("zero1", "zero3", "hsdp2x2-zero2", "tp4-chunks"), marks=pytest.mark.long),
-        ("small-latent", 2, ("ddp", "zero3", "tp2", "tp2-whole-sequence", "cp2", "pp2-1f1b")),
+        pytest.param(
+            "small-latent", 2, ("ddp", "zero3", "tp2", "tp2-whole-sequence", "cp2", "pp2-1f1b"), marks=pytest.mark.long
+        ),
         pytest.param("gpt2", 4, (*EVERY, *HYBRID, *TENSOR_4), marks=pytest.mark.long),
         pytest.param("gemma3-1b", 2, (*EVERY, *TENSOR, *RECOMPUTED), marks=pytest.mark.long),
     ],
@@ -484,7 +487,7 @@ def test_bugs_of_recompute_are_found_in_the_variants_that_have_them(plant: Plant
     assert {(first["what"], first["step"]) for first in wrong.values()} == {("gradient", 0)}
 
 
-@pytest.mark.parametrize("plant", EXPECTED, ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize("plant", some(EXPECTED), ids=lambda plant: plant.__name__)
 def test_planted_bugs_are_found_and_named(plant: Plant) -> None:
     layouts, what, name, cause = EXPECTED[plant]
     rows = rows_with(plant, tie_embeddings=True)
@@ -561,6 +564,7 @@ class Model(nn.Module):
 """
 
 
+@pytest.mark.long
 def test_dropout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers and a call of F.dropout, equal in every layout; masks by rank, or of another recomputation, are found."""
     (tmp_path / "with_dropout.py").write_text(WITH_DROPOUT)
@@ -644,7 +648,7 @@ def test_compressed_gradients_lose_nothing() -> None:
         assert ("rounds gradients" if is_cast else "changes gradients by design") in row["notes"][-1]
 
 
-@pytest.mark.parametrize("plant", EXPECTED_COMPRESSED, ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize("plant", some(EXPECTED_COMPRESSED), ids=lambda plant: plant.__name__)
 def test_planted_bugs_of_compression_are_found(plant: Plant) -> None:
     kinds, what, name, cause = EXPECTED_COMPRESSED[plant]
     rows = rows_of(small_job(), plant, 2, ("float64",), compressed=True)

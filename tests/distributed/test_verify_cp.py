@@ -13,6 +13,7 @@ from phalanx.job.schema import Job
 from phalanx.parallel import cp, cp_attention, cp_products
 from phalanx.verify.cases import all_layouts, shrunk
 from phalanx.verify.contexts import contexts
+from plants import some
 
 SMALL = {"num_kv_heads": 2, "sliding_window": 5}
 
@@ -32,11 +33,12 @@ CP4 = tuple(name for name, _ in contexts(4) if not name.endswith(("-selective", 
 @pytest.mark.parametrize(
     ("num_ranks", "names", "dtypes"),
     [
-        (2, CP2, ("float64", "float32")),
+        (2, CP2, ("float64",)),
+        pytest.param(2, CP2, ("float32",), marks=pytest.mark.long),
         pytest.param(4, CP4, ("float64", "float32"), marks=pytest.mark.long),
-        (4, ("ddp-cp2", "zero3-cp2-all-gather", "tp2-cp2", "tp2-cp2-ulysses", "cp4"), ("float64",)),
+        (4, ("zero3-cp2-all-gather", "tp2-cp2-ulysses"), ("float64",)),
     ],
-    ids=["two ranks", "four ranks, all", "four ranks"],
+    ids=["two ranks", "two ranks, float32", "four ranks, all", "four ranks"],
 )
 def test_layouts_equal_the_reference(num_ranks: int, names: tuple[str, ...], dtypes: tuple[str, ...]) -> None:
     rows = rows_with(None, num_ranks, names, *dtypes)
@@ -48,6 +50,7 @@ def test_layouts_equal_the_reference(num_ranks: int, names: tuple[str, ...], dty
     assert all(row["errors"]["gradient"] > 0 for row in rows.values()), "something was compared"
 
 
+@pytest.mark.long
 def test_in_stages_of_a_pipeline() -> None:
     rows = rows_with(None, 4, PIPELINES, num_blocks=3)
     assert {name: row["first"] for name, row in rows.items()} == {f"{name} float64": None for name in PIPELINES}
@@ -128,7 +131,7 @@ EXPECTED: dict[Callable[[], None], tuple[str, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("plant", EXPECTED, ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize("plant", some(EXPECTED), ids=lambda plant: plant.__name__)
 def test_planted_bugs_are_found_and_named(plant: Callable[[], None]) -> None:
     what, name, cause = EXPECTED[plant]
     (row,) = rows_with(plant, 2, ("cp2",)).values()
