@@ -45,3 +45,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         for name in marks.marks_of_tests(item.path).get(getattr(item, "originalname", item.name), set()):
             item.add_marker(name)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how long each directory of tests took, to see where `make test` grows."""
+    seconds: dict[str, float] = {}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                folder = Path(report.nodeid.split("::")[0]).parent.as_posix()
+                seconds[folder] = seconds.get(folder, 0.0) + report.duration
+    if sum(seconds.values()) > 60.0:
+        told = (f"{folder} {spent / 60:.1f}" for folder, spent in sorted(seconds.items()))
+        terminalreporter.write_line(f"minutes by directory: {', '.join(told)}")
