@@ -220,8 +220,8 @@ class Train(Section):
     compile: bool = False
     """torch.compile each block."""
     deterministic: bool = False
-    """Of torch's algorithms only those whose results are the same in every run, which costs time on GPUs; an operation
-    that has none is refused. CPUs are deterministic without it (docs/precision.md)."""
+    """Use only the algorithms of torch whose results are the same in every run: slower on GPUs. An operation that has
+    none is refused. Built-in models are deterministic on CPUs without it (docs/precision.md)."""
     loss_chunk_tokens: Positive = 2048
     """Logits exist for at most this many tokens at a time."""
     sample_tokens: Count = 256

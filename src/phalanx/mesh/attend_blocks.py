@@ -200,12 +200,12 @@ def _attend_backward(
 
 @_attend.register_fake
 def _(q: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return _empty_results(q)
+    return _empty_results(_by_rows(q))
 
 
 @_attend_backward.register_fake
 def _(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
-    return torch.empty_like(q), k.new_empty(k.shape), v.new_empty(v.shape)
+    return torch.empty_like(_by_rows(q)), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _empty_results(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -117,9 +117,11 @@ def _bias(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.
     """The mask for every head, in rows that begin at multiples of 8 elements, as the kernel wants them."""
     if mask is None:
         return None
-    room = mask.new_zeros(*mask.shape[:-1], -(-k.shape[2] // 8) * 8)
-    room[..., : k.shape[2]] = mask
-    return room[..., : k.shape[2]].expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    if k.shape[2] % 8:
+        room = mask.new_zeros(*mask.shape[:-1], -(-k.shape[2] // 8) * 8)
+        room[..., : k.shape[2]] = mask
+        mask = room[..., : k.shape[2]]
+    return mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
 
 
 PLAIN, CPU_FLASH, CUDA_FLASH, CUDA_EFFICIENT = Plain(), CpuFlash(), CudaFlash(), CudaEfficient()

@@ -6,17 +6,15 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
-import phalanx
 from phalanx.core.errors import EnvironmentProblem, LayoutError
+from phalanx.core.uncaught import user_place
 
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 CUBLAS_VALUES = (":4096:8", ":16:8")  # with which cuBLAS is deterministic; the first is faster and takes 24 MiB
 _REFUSAL = re.compile(r"(\S+) does not have a deterministic implementation")  # how torch begins
-_NOT_THE_USERS = tuple(f"{Path(package.__file__ or '').parent}{os.sep}" for package in (torch, phalanx))
 
 
 @contextlib.contextmanager
@@ -78,19 +76,8 @@ def _refusal_of(error: BaseException) -> LayoutError | None:
         if found := _REFUSAL.search(str(link)):
             return LayoutError(
                 f"torch has no deterministic implementation of {found[1]}, and train.deterministic is true",
-                where=_place_in_own_code(link),
+                where=user_place(link.__traceback__) or None,  # a backward has none
                 fix="use another operation in your model or objective, or set train.deterministic=false",
             )
         link = link.__cause__ or link.__context__
     return None
-
-
-def _place_in_own_code(error: BaseException) -> str | None:
-    """File and line of the innermost frame that is neither torch's nor ours; a backward has none."""
-    place, trace = None, error.__traceback__
-    while trace is not None:
-        name = trace.tb_frame.f_code.co_filename
-        if not name.startswith((*_NOT_THE_USERS, "<")):
-            place = f"{name}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return place

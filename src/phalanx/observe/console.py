@@ -152,7 +152,8 @@ class Pace:
         if isinstance(event, events.CheckpointSaved):
             self._failure = ""
         elif isinstance(event, events.CheckpointFailed):
-            before, self._failure = self._failure, _VARYING.sub("N", event.reason)
+            what = "the best" if event.path == "best.json" else "a save"
+            before, self._failure = self._failure, f"{what}: {_VARYING.sub('N', event.reason)}"
             if before == self._failure:
                 return failed_again(event)
         return None if isinstance(envelope.event, TOLD_ELSEWHERE) else describe(envelope, self.units)

@@ -48,7 +48,8 @@ def ulysses(
     """[B, H, T, E]. `mask`: [B or 1, 1, all tokens, all tokens] in the sequence's order; else as of `ring`."""
     q, k, v = (_ToHeads.apply(x, group) for x in (q, k, v))
     if isinstance(mask, Seen):
-        out = attend_by_blocks(q, k, v, mask.document_ids_BT, window=mask.window, is_causal=mask.is_causal)
+        rows = {"window": mask.window, "is_causal": mask.is_causal, "block": QUERY_BLOCK}
+        out = attend_by_blocks(q, k, v, mask.document_ids_BT, **rows)
     else:
         out = attend(q, k, v, mask, is_causal=True)
     found: torch.Tensor = _ToTokens.apply(out, group)
