@@ -17,11 +17,13 @@ from phalanx.cli._subject_rank import _opened
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import Phases
 from phalanx.job.load import load_job
-from phalanx.mesh.mesh import open_mesh
+from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn import init
+from phalanx.nn.build import build_model, build_objective
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import StepFinished
 from phalanx.observe.tail import EventTail
+from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.planner import make_plan
 from ranks import run_ranks
@@ -160,3 +162,17 @@ def looked_at(rank: int, folder: Path) -> tuple[int, bool]:
 
 def test_a_checkpoint_that_is_looked_at_is_not_drawn_either(tmp_path: Path) -> None:
     assert run_ranks(1, looked_at, tmp_path) == [(0, True)]
+
+
+def test_what_has_no_weights_yet_does_not_train() -> None:
+    job = load_job(None, [*SMALL, "parallel.ranks=1", "cluster.device=cpu"])
+    plan = make_plan(job, cluster=Cluster("cpu", 1, 2**33))
+    model = parallelize(
+        build_model(job, plan.model_shape), plan, Mesh(plan.layout, 0, 0, torch.device("cpu")), initialize=False
+    )
+    tokens = torch.zeros(1, 16, dtype=torch.int64)
+    batch = {"inputs": tokens, "targets": tokens}
+    with pytest.raises(AssertionError, match="nothing was written"):
+        model.forward_backward([batch], build_objective(job))
+    model.refresh()
+    assert model.forward_backward([batch], build_objective(job)).num_targets == 16

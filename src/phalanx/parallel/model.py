@@ -94,8 +94,9 @@ class _Then:
 class ParallelModel:
     """This rank's part of a model, and the calls that train it."""
 
-    def __init__(self, piece: Workpiece) -> None:
+    def __init__(self, piece: Workpiece, *, has_weights: bool = True) -> None:
         self._piece = piece
+        self._has_weights = has_weights
         self.plan: Plan = piece.plan
         self.mesh: Mesh = piece.mesh
         self.phases: Phases = piece.phases
@@ -288,6 +289,7 @@ class ParallelModel:
         What dropout drops is a function of `step`, the last one's number plus one if it is not given.
         """
         assert microbatches, "a step needs at least one microbatch"
+        assert self._has_weights, "nothing was written into shards() yet, or refresh() was not called after it"
         microbatches = [flat_entries(batch, of_tensors=True) for batch in microbatches]
         self.step = self.step + 1 if step is None else step
         self._drawing.begin_step()
@@ -331,6 +333,7 @@ class ParallelModel:
     def refresh(self) -> None:
         """After weights were written into `shards()`: what an optimizer has of them elsewhere follows."""
         self._piece.trained.refresh()
+        self._has_weights = True
 
     @property
     def unused_parameters(self) -> frozenset[str]:

@@ -45,7 +45,8 @@ def parallelize(
     """Apply the plan's layout, recompute and compile choices to `module`.
 
     A module on the meta device is filled after sharding by its own `initialize(shards, seed)`, each rank its part.
-    Without `initialize` it is zero instead: for whoever writes every tensor of `shards()` next, and calls `refresh()`.
+    Without `initialize` it is zero instead: for whoever writes every tensor of `shards()` next, and calls `refresh()`,
+    before which it does not train.
     Any other module must hold the same weights on every rank (build it from the same seed). It is changed in place.
     Raises LayoutError for a module that the plan cannot be applied to.
     """
@@ -105,7 +106,7 @@ def parallelize(
             with _in_all_stages(piece):
                 transform.apply(piece)
     materialize()
-    return ParallelModel(piece)
+    return ParallelModel(piece, has_weights=initialize or not on_meta)
 
 
 @contextmanager
