@@ -136,6 +136,7 @@ def test_takes_every_event_closes_twice_and_writes_only_inside_the_run(
     assert files_below(elsewhere) == set()
 
 
+@pytest.mark.long
 def test_needs_no_torch(kind: str, tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from phalanx.core.registry import resolve;"
@@ -145,6 +146,7 @@ def test_needs_no_torch(kind: str, tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # in a thread of tensorboard's
 def test_a_directory_that_disappears_stops_nobody(kind: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
@@ -332,6 +334,7 @@ def test_tensorboard_shows_the_last_attempt_of_a_step(tmp_path: Path) -> None:
     assert tensorboard_curves(tmp_path)["train/loss"] == {1: 1.0, 2: 5.0}
 
 
+@pytest.mark.long
 def test_wandb_writes_offline_where_its_server_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "online")

@@ -126,6 +126,7 @@ def loss_with_head_cut(rank: int, kind: str, rule: str) -> float | str:
         return str(error)
 
 
+@pytest.mark.long
 def test_a_head_that_the_objective_multiplies_by_is_cut_by_tokens_or_refused(tmp_path: Path) -> None:
     kind = f"hf:{write_config(tmp_path, 'llama')}"
     whole, by_tokens, otherwise = (

@@ -35,6 +35,7 @@ def importable(tmp_path: Path) -> None:
     shutil.copy(TESTS / "mixing.py", tmp_path)
 
 
+@pytest.mark.long
 def test_plan_train_and_verify_name_an_objective_that_mixes_rows(tmp_path: Path) -> None:
     objective = "model.objective=mixing:contrastive"
     planned = run("plan", *COMMON, objective, "--json", cwd=tmp_path)

@@ -193,7 +193,7 @@ def compare_adamw(rank: int, num_ranks: int, references: dict[Any, Trace]) -> di
     return errors
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_adamw_steps_equal_one_process(num_ranks: int, references: dict[Any, Trace]) -> None:
     """Weights relative to how far they moved, against torch's AdamW in the bare loop. In fp32, to 1e-4 of it."""
     found = run_ranks(num_ranks, compare_adamw, num_ranks, references)

@@ -129,6 +129,7 @@ def test_with_tensor_parallelism_every_schedule(references: dict[str, Trace], cu
     require_parity(4, cases, references)
 
 
+@pytest.mark.long
 def test_all_axes_on_eight_ranks(references: dict[str, Trace]) -> None:
     cases = [case("zb-v", True, pp=2, tp=2, dp_shard=2, zero_stage=3, schedule="zb-v")]
     require_parity(8, cases, references)

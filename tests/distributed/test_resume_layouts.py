@@ -295,6 +295,7 @@ def continue_own(rank: int, num_ranks: int, root: Path, degrees: Degrees) -> dic
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("num_ranks", "degrees"), [(1, {}), (2, {"dp_shard": 2})], ids=["one", "zero3"])
 def test_an_optimizer_of_ones_own_goes_on_where_it_was(num_ranks: int, degrees: Degrees, tmp_path: Path) -> None:
     """To the bit, whenever it makes its state, and whether it counts in tensors or in plain numbers."""

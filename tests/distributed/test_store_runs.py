@@ -181,6 +181,7 @@ def test_a_new_run_does_not_take_the_checkpoints_of_another(story: Story) -> Non
 SHORT = (*TINY, "data.source=text", "train.steps=4", f"checkpoint.url=s3://{BUCKET}/raced")
 
 
+@pytest.mark.long
 def test_of_two_runs_that_race_for_a_url_one_is_refused(story: Story) -> None:
     """Both have looked and seen nobody's; the store hears of one's claim while the other's is on its way."""
     server, names = story.server, ("one", "two")

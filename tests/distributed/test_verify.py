@@ -518,6 +518,7 @@ class Model(nn.Module):
 """
 
 
+@pytest.mark.long
 def test_batchnorm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bias whose true gradient is zero is no alarm; statistics that stay, or are those of a rank, are one."""
     (tmp_path / "with_batchnorm.py").write_text(WITH_BATCHNORM)

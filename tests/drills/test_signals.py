@@ -175,6 +175,7 @@ def test_ctrl_c_twice_is_at_once(folder: Path) -> None:
     assert "Traceback" not in done.err
 
 
+@pytest.mark.long
 def test_steps_that_are_not_a_number_are_skipped_by_all_ranks(folder: Path) -> None:
     """NaN on one rank at steps 3 and 5: nobody applies them, the run says which samples, and it goes on."""
     shutil.copy(Path(__file__).parents[1] / "distributed" / "user_code.py", folder)

@@ -125,6 +125,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
     return run_dir, train_example("digits", run_dir, *more)
 
 
+@pytest.mark.long
 def test_digits_learn_the_same_on_one_rank_and_on_two(sharded: tuple[Path, Done], tmp_path: Path) -> None:
     """Own dataset with random shifts, BatchNorm over both ranks: the losses of ten steps are those of one rank.
 

@@ -212,7 +212,7 @@ def scratch(tmp_path: Path, source: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("tears", [pytest.param(False, marks=pytest.mark.long), True])
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", some(CASES, 3))
 def test_killed_at_any_operation(
     name: str,
     tears: bool,

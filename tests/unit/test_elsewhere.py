@@ -80,6 +80,7 @@ def test_a_variant_runs_its_tests_and_goes_on_from_its_record(tmp_path: Path, mo
     assert len(read_record(records / "plain.jsonl")) == num_lines + 1, "only what had failed ran again"
 
 
+@pytest.mark.long
 def test_what_this_machine_is_not_is_skipped_and_what_did_not_take_hold_is_a_problem(tmp_path: Path) -> None:
     missing = run_variant(Variant("none", ("bits",), needs_flag="avx99"), tmp_path, 0, 9.0, CORES)
     assert missing.skipped == "this CPU has no avx99"

@@ -274,6 +274,7 @@ def test_documents_are_not_kept_apart_by_what_names_none_which_the_plan_says(tmp
         make_plan(masked, shape=shape)
 
 
+@pytest.mark.long
 def test_a_plan_counts_the_state_that_tp_leaves_of_it(tmp_path: Path) -> None:
     """Eight billion parameters are 120 GiB of state, of which a rank of eight has an eighth."""
     widths = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}

@@ -55,6 +55,7 @@ def test_a_row_that_is_too_long_is_named(tmp_path: Path, capsys: pytest.CaptureF
     assert "64.0 MiB" in err or "64 MiB" in err
 
 
+@pytest.mark.long
 def test_a_row_of_the_largest_size_is_read(tmp_path: Path) -> None:
     row = json.dumps({"text": "y" * (MAX_ROW_BYTES - 20)}).encode() + b"\n"
     assert MAX_ROW_BYTES - 20 < len(row) <= MAX_ROW_BYTES
