@@ -57,6 +57,7 @@ def _fork(rank: int, num_ranks: int, directory: Path, function: Callable[..., An
             store = dist.FileStore(str(directory / "store"), num_ranks)
             timeout = timedelta(seconds=60)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+            dist.barrier()  # a function may begin by destroying the group, and others may be connecting still
         value = function(rank, *args)
         _write(directory / f"result-{rank}", (True, value))
         if num_ranks > 1:
