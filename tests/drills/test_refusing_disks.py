@@ -32,12 +32,20 @@ EXT4_IOC_SHUTDOWN = 0x8004587D
 def mounted(place: Path, options: str) -> Iterator[Path]:
     if os.geteuid() != 0:
         pytest.skip("only root can mount a file system")
+    with _mounted("-t", "tmpfs", "-o", options, "tmpfs", place):
+        yield place
+
+
+@contextlib.contextmanager
+def _mounted(*arguments: str | Path) -> Iterator[None]:
+    """The arguments of mount; the last one is the place."""
+    place = Path(arguments[-1])
     place.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", place], capture_output=True)
+    done = subprocess.run(["mount", *arguments], capture_output=True)
     if done.returncode:
         pytest.skip(f"no file system can be mounted here: {done.stderr.decode().strip()}")
     try:
-        yield place
+        yield
     finally:
         subprocess.run(["umount", "-l", place], check=True)
 
@@ -119,14 +127,8 @@ def ext4(place: Path) -> Iterator[Path]:
     with open(image, "wb") as file:
         file.truncate(32 << 20)
     subprocess.run(["mkfs.ext4", "-q", image], check=True)
-    place.mkdir()
-    done = subprocess.run(["mount", "-o", "loop,errors=remount-ro", image, place], capture_output=True)
-    if done.returncode:
-        pytest.skip(f"no file system can be mounted here: {done.stderr.decode().strip()}")
-    try:
+    with _mounted("-o", "loop,errors=remount-ro", image, place):
         yield place
-    finally:
-        subprocess.run(["umount", "-l", place], check=True)
 
 
 @pytest.mark.parametrize("how", ["full", pytest.param("no inodes", marks=pytest.mark.long)])

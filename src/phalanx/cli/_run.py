@@ -265,8 +265,13 @@ def shows_refused(console: Console, tail: EventTail) -> Callable[[Envelope | Non
 
 def open_supervisor_bus(run_dir: Path, attempt: int, show_refused: Callable[[Envelope], None], fence: Fence) -> Bus:
     """The bus of the process that holds the run; what its disk refuses goes to `show_refused`."""
-    may_write = lambda: not fence.is_lost()  # noqa: E731
-    return Bus(rank=-1, attempt=attempt, run_dir=run_dir, on_unwritten=show_refused, may_write=may_write)
+    return Bus(
+        rank=-1,
+        attempt=attempt,
+        run_dir=run_dir,
+        on_unwritten=show_refused,
+        may_write=lambda: not fence.is_lost(),
+    )
 
 
 def require_ours(fence: Fence) -> None:
