@@ -25,7 +25,7 @@ from phalanx.checkpoint.verify import verify_checkpoint
 from phalanx.core.launchers import PREFIXES, SUPERVISED, TORCH_VARIABLES
 from phalanx.observe.events import Envelope, Event, parse_line
 
-PHALANX = [sys.executable, warm.__file__]  # as the next, but ranks start in a moment
+PHALANX = [sys.executable, warm.__file__]  # as the next, but it and its ranks start in a moment
 COLD = [sys.executable, "-m", "phalanx"]  # as a user starts it
 DEADLINE_S = 120.0
 SLACK = 3.0  # the machine that runs the tests is busy
@@ -63,9 +63,9 @@ class Done:
 
 
 @functools.cache
-def nursery() -> warm.Nursery:
-    """The one of these tests, which has imported torch."""
-    found = warm.Nursery()
+def nursery(kind: str = "ranks") -> warm.Nursery:
+    """The one of these tests: of ranks, which has imported torch, or of commands."""
+    found = warm.Nursery(kind)
     atexit.register(found.end)
     return found
 
@@ -90,9 +90,10 @@ def start(
 ) -> subprocess.Popen[str]:
     """Start a command in a process group of its own, its output in pipes."""
     options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
-    return subprocess.Popen(
-        [*command, *arguments], cwd=cwd, env=env or environment(), text=True, process_group=0, **options
-    )
+    options |= {"cwd": cwd, "process_group": 0}
+    if command == PHALANX:
+        return warm.fork_command(nursery("commands"), arguments, env or environment(), **options)
+    return subprocess.Popen([*command, *arguments], env=env or environment(), text=True, **options)
 
 
 def finish(process: subprocess.Popen[str], deadline_s: float = DEADLINE_S) -> Done:
@@ -115,7 +116,7 @@ def run(*arguments: str, cwd: Path, **options: Any) -> Done:
 
 
 def run_all(commands: Sequence[Sequence[str]], cwd: Path) -> list[Done]:
-    """Several commands side by side: most of a short run is one process importing torch."""
+    """Several commands side by side: where one waits for its ranks another works."""
     processes = [start(*arguments, cwd=cwd) for arguments in commands]
     return [finish(process) for process in processes]
 
@@ -220,14 +221,15 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def descendants() -> list[psutil.Process]:
-    """Processes that live below this one or below the nursery."""
-    found = [child for pid in (os.getpid(), nursery().pid) for child in psutil.Process(pid).children(recursive=True)]
+    """Processes that live below this one or below the nurseries."""
+    ours = (os.getpid(), nursery().pid, nursery("commands").pid)
+    found = [child for pid in ours for child in psutil.Process(pid).children(recursive=True)]
     return [process for process in found if process.status() != psutil.STATUS_ZOMBIE]
 
 
 @contextlib.contextmanager
 def stopped() -> Iterator[None]:
-    """Inside the block every descendant of this process and of the nursery stands still: the cores are free."""
+    """Inside the block every descendant of this process and of the nurseries stands still: the cores are free."""
     processes = descendants()
     try:
         for process in processes:

@@ -1,8 +1,9 @@
-"""`phalanx` whose ranks' server is forked from a process that has imported torch already.
+"""`phalanx` without the time that imports take: commands and ranks are forked from processes that have imported.
 
 `python warm.py ARGUMENTS` is `phalanx ARGUMENTS`, but for one thing: `python -m MODULE` for a module of MODULES is not
-a new interpreter, it is a fork of the nursery, which the tests start once. The process itself, its descriptors,
-environment, folder and session are those that it asked for. Importing torch is most of a short run.
+a new interpreter, it is a fork of the nursery of ranks, which the tests start once. The process itself, its
+descriptors, environment, folder and session are those that it asked for. Importing torch is most of a short run.
+`fork_command` takes the command itself from a second nursery, which has imported the command line and no torch.
 """
 
 from __future__ import annotations
@@ -34,12 +35,20 @@ MODULES = (
     "phalanx.launch.server",
     "phalanx.checkpoint.exchange.unpickle",
 )
-# What they import, but not they themselves: each runs as `__main__`.
-IMPORTED = ("torch", "torch._dynamo", "phalanx.cli._rank", "phalanx.verify.rank", "phalanx.nn.hf", "runpy")
+# What each nursery imports: of ranks what MODULES import, but not they themselves, for each runs as `__main__`.
+IMPORTED = {
+    "ranks": ("torch", "torch._dynamo", "phalanx.cli._rank", "phalanx.verify.rank", "phalanx.nn.hf", "runpy"),
+    "commands": (
+        *("phalanx.cli._run", "phalanx.cli._prepare", "phalanx.observe.sinks.tensorboard", "runpy"),
+        *(f"phalanx.cli.{verb}" for verb in "train plan verify report checkpoint data eval generate init".split()),
+    ),
+}
+COMMAND = ":command"  # in place of a module: `phalanx` itself, which ends as an interpreter ends
 # Variables that are read when an interpreter or a library starts: with others than the nursery's there is no fork.
 AT_START = (
     *("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "ATEN_", "ONEDNN_", "DNNL_"),
     *("TORCH", "PYTORCH", "LD_", "MALLOC_", "GLIBC_", "CUDA_", "GOMP_"),
+    *("LC_", "LANG", "TERMINAL_WIDTH", "FORCE_COLOR", "NO_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "FSSPEC_", "XDG_"),
 )
 NOT_AT_START = (
     *("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"),
@@ -68,12 +77,12 @@ def at_start(env: Mapping[str, str]) -> dict[str, str]:
 # The nursery: it forks what it is asked for and tells how that ended.
 
 
-def serve(path: str, life: int) -> None:
+def serve(path: str, kind: str, life: int) -> None:
     """Fork what the connections to the socket at `path` ask for, until the other end of `life` closes."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(path)
     listener.listen(64)
-    for name in IMPORTED:
+    for name in IMPORTED[kind]:
         importlib.import_module(name)
     wakeup, wakeup_write = os.pipe()
     for fd in (wakeup, wakeup_write):
@@ -97,38 +106,53 @@ def serve(path: str, life: int) -> None:
         if listener in readable:
             asked, _ = listener.accept()
             message, fds, _, _ = socket.recv_fds(asked, MAX_BYTES, MAX_FDS)
+            wanted = json.loads(message)
             pid = os.fork()  # the nursery has one thread
             if pid == 0:
-                _become(json.loads(message), fds)
+                for inherited in (listener, asked, *waiting.values()):
+                    inherited.detach()
+                _become(wanted, fds)
+                if wanted["module"] == COMMAND:
+                    _run_command(wanted["arguments"])
+                _run_module(wanted["module"], wanted["arguments"])
             for fd in fds:
                 os.close(fd)
+            if wanted["process_group"] is not None:
+                with contextlib.suppress(OSError):  # it has done so itself, and may be gone
+                    os.setpgid(pid, wanted["process_group"])
             waiting[pid] = asked
             asked.send(str(pid).encode())
 
 
-def _become(wanted: dict[str, Any], fds: list[int]) -> NoReturn:
+def _become(wanted: dict[str, Any], fds: list[int]) -> None:
     """What a new interpreter would be: these descriptors and no others, this environment, folder and search path."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if wanted["new_session"]:
+        os.setsid()
+    if wanted["process_group"] is not None:
+        os.setpgid(0, wanted["process_group"])
+    far = [fcntl.fcntl(fd, fcntl.F_DUPFD, FAR) for fd in fds]
+    os.closerange(0, FAR)
+    for fd, number in zip(far, wanted["numbers"], strict=True):
+        os.dup2(fd, number)
+    os.closerange(max(2, *wanted["numbers"]) + 1, 4096)
+    os.chdir(wanted["cwd"])
+    os.environ.clear()
+    os.environ.update(wanted["env"])
+    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", errors="backslashreplace")
+    searched = [path for path in wanted["env"].get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = [*wanted["here"], *searched, *(path for path in sys.path if path not in searched)]
+    importlib.invalidate_caches()
+
+
+def _run_module(module: str, arguments: list[str]) -> NoReturn:
+    """`python -m MODULE ARGUMENTS`, without what an interpreter does at its end."""
     code = 1
     try:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        if wanted["new_session"]:
-            os.setsid()
-        far = [fcntl.fcntl(fd, fcntl.F_DUPFD, FAR) for fd in fds]
-        os.closerange(0, FAR)
-        for fd, number in zip(far, wanted["numbers"], strict=True):
-            os.dup2(fd, number)
-        os.closerange(max(2, *wanted["numbers"]) + 1, 4096)
-        os.chdir(wanted["cwd"])
-        os.environ.clear()
-        os.environ.update(wanted["env"])
-        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", errors="backslashreplace")
-        sys.argv = [wanted["module"], *wanted["arguments"]]
-        searched = [path for path in wanted["env"].get("PYTHONPATH", "").split(os.pathsep) if path]
-        sys.path[:] = [*wanted["here"], *searched, *(path for path in sys.path if path not in searched)]
-        importlib.invalidate_caches()
+        sys.argv = [module, *arguments]
         code = 0
-        runpy.run_module(wanted["module"], run_name="__main__", alter_sys=True)
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if isinstance(end.code, str):
@@ -142,15 +166,26 @@ def _become(wanted: dict[str, Any], fds: list[int]) -> NoReturn:
         os._exit(code)
 
 
-class Nursery:
-    """The process that forks, no child of ours. Its import takes a few seconds; it ends with the tests."""
+def _run_command(arguments: list[str]) -> NoReturn:
+    """`phalanx ARGUMENTS`, ranks of the other nursery. Ends by SystemExit, as the command itself does."""
+    from phalanx.__main__ import main
 
-    def __init__(self) -> None:
+    sys.argv = ["phalanx", *arguments]
+    if NURSERY in os.environ:
+        subprocess.Popen = popen  # type: ignore[assignment, misc]
+    main()
+    sys.exit(0)
+
+
+class Nursery:
+    """The process that forks ranks or commands, no child of ours. Its import takes seconds; it ends with the tests."""
+
+    def __init__(self, kind: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="phalanx-tests-")
-        self._path = str(Path(self._folder.name) / "nursery")
+        self.path = str(Path(self._folder.name) / "nursery")
         life_read, self._life = os.pipe()
         with subprocess.Popen(
-            [sys.executable, "-P", __file__, "--nursery", self._path, str(life_read)],
+            [sys.executable, "-P", __file__, "--nursery", self.path, kind, str(life_read)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             env=ONE_THREAD | os.environ,
@@ -164,7 +199,7 @@ class Nursery:
 
     def variables(self) -> dict[str, str]:
         """What a command's environment needs to find it."""
-        return {NURSERY: self._path, HOME: _home()}
+        return {NURSERY: self.path, HOME: _home()}
 
     def end(self) -> None:
         os.close(self._life)
@@ -225,8 +260,11 @@ class Forked:
                         selector.unregister(stream)
                         stream.close()
         self.wait(None if until is None else max(0.0, until - time.monotonic()))
-        out, err = (None if s is None else self._read[s].decode(errors="replace") for s in (self.stdout, self.stderr))
+        out, err = (None if s is None else self._text_of(s) for s in (self.stdout, self.stderr))
         return out, err
+
+    def _text_of(self, stream: IO[str]) -> str:
+        return self._read[stream].decode(errors="replace").replace("\r\n", "\n").replace("\r", "\n")
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -234,6 +272,9 @@ class Forked:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
 
 
 def popen(command: Any, **options: Any) -> Any:
@@ -250,32 +291,51 @@ def popen(command: Any, **options: Any) -> Any:
         or at_start(ONE_THREAD | env) != at_start(ONE_THREAD | os.environ)
     ):
         return _Popen(command, **options)
+    here = [] if is_safe else [os.getcwd()]
+    return _fork(os.environ[NURSERY], module, arguments, env, here, options)
+
+
+def fork_command(nursery: Nursery, arguments: Sequence[str], env: Mapping[str, str], **options: Any) -> Any:
+    """`phalanx ARGUMENTS`: a fork of the nursery of commands, or a new interpreter where `env` has what it reads."""
+    if at_start(env) != at_start(os.environ) or "preexec_fn" in options:
+        return _Popen([sys.executable, __file__, *arguments], env=env, text=True, **options)
+    return _fork(nursery.path, COMMAND, list(arguments), dict(env), [str(options.get("cwd") or os.getcwd())], options)
+
+
+def _fork(
+    nursery: str, module: str, arguments: list[str], env: dict[str, str], here: list[str], options: dict[str, Any]
+) -> Forked:
     null = os.open(os.devnull, os.O_RDWR)
     pipes: dict[str, tuple[int, int]] = {}
 
-    def end_of(name: str) -> int:
+    def end_of(name: str, default: int) -> int:
         given = options.get(name)
         if given == subprocess.PIPE:
             pipes[name] = os.pipe()
             return pipes[name][1]
         if given == subprocess.DEVNULL:
             return null
-        default = {"stdin": 0, "stdout": 1, "stderr": 2}[name]
+        if given == subprocess.STDOUT:
+            return fds[1]
         return default if given is None else given if isinstance(given, int) else int(given.fileno())
 
-    fds = [end_of("stdin"), end_of("stdout"), end_of("stderr"), *options.get("pass_fds", ())]
+    fds: list[int] = []
+    for default, name in enumerate(("stdin", "stdout", "stderr")):
+        fds.append(end_of(name, default))
+    passed = options.get("pass_fds", ())
     wanted = {
         "module": module,
         "arguments": arguments,
-        "numbers": [0, 1, 2, *options.get("pass_fds", ())],
+        "numbers": [0, 1, 2, *passed],
         "cwd": str(options.get("cwd") or os.getcwd()),
         "env": env,
-        "here": [] if is_safe else [os.getcwd()],
+        "here": here,
         "new_session": bool(options.get("start_new_session")),
+        "process_group": options.get("process_group"),
     }
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.connect(os.environ[NURSERY])
-    socket.send_fds(connection, [json.dumps(wanted).encode()], fds)
+    connection.connect(nursery)
+    socket.send_fds(connection, [json.dumps(wanted).encode()], [*fds, *passed])
     for fd in (null, *(write for _, write in pipes.values())):
         os.close(fd)
     pid = int(connection.recv(64))
@@ -289,11 +349,7 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--nursery"]:
         if os.fork():
             os._exit(0)
-        serve(sys.argv[2], int(sys.argv[3]))
+        serve(sys.argv[2], sys.argv[3], int(sys.argv[4]))
     else:
-        from phalanx.__main__ import main
-
-        sys.argv[0], sys.path[0] = "phalanx", os.getcwd()  # as `python -m phalanx` has them
-        if NURSERY in os.environ:
-            subprocess.Popen = popen  # type: ignore[assignment, misc]
-        main()
+        sys.path[0] = os.getcwd()  # as `python -m phalanx` has it
+        _run_command(sys.argv[1:])

@@ -39,7 +39,7 @@ def _family(pid: int, run_dir: Path) -> list[psutil.Process]:
         with contextlib.suppress(psutil.Error):
             if any(str(run_dir) in text for text in (*process.cmdline(), *(f.path for f in process.open_files()))):
                 found |= {process.pid, process.ppid()}
-    return [psutil.Process(pid) for pid in found - {os.getpid(), nursery().pid}]
+    return [psutil.Process(pid) for pid in found - {os.getpid(), nursery().pid, nursery("commands").pid}]
 
 
 def take_over(folder: Path, run_dir: Path, env: dict[str, str] | None = None) -> int:
