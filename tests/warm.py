@@ -40,7 +40,7 @@ IMPORTED = {
     "ranks": ("torch", "torch._dynamo", "phalanx.cli._rank", "phalanx.verify.rank", "phalanx.nn.hf", "runpy"),
     "commands": (
         *("phalanx.cli._run", "phalanx.cli._prepare", "phalanx.observe.sinks.tensorboard", "runpy"),
-        *(f"phalanx.cli.{verb}" for verb in "train plan verify report checkpoint data eval generate init".split()),
+        *(f"phalanx.cli.{verb}" for verb in ["train", "plan", "verify", "report", "checkpoint", "data", "eval", "generate", "init"]),
     ),
 }
 COMMAND = ":command"  # in place of a module: `phalanx` itself, which ends as an interpreter ends
