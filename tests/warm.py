@@ -35,12 +35,13 @@ MODULES = (
     "phalanx.launch.server",
     "phalanx.checkpoint.exchange.unpickle",
 )
+VERBS = ("train", "plan", "verify", "report", "checkpoint", "data", "eval", "generate", "init")
 # What each nursery imports: of ranks what MODULES import, but not they themselves, for each runs as `__main__`.
 IMPORTED = {
     "ranks": ("torch", "torch._dynamo", "phalanx.cli._rank", "phalanx.verify.rank", "phalanx.nn.hf", "runpy"),
     "commands": (
         *("phalanx.cli._run", "phalanx.cli._prepare", "phalanx.observe.sinks.tensorboard", "runpy"),
-        *(f"phalanx.cli.{verb}" for verb in ["train", "plan", "verify", "report", "checkpoint", "data", "eval", "generate", "init"]),
+        *(f"phalanx.cli.{verb}" for verb in VERBS),
     ),
 }
 COMMAND = ":command"  # in place of a module: `phalanx` itself, which ends as an interpreter ends
