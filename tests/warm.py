@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import importlib
 import importlib.util
 import json
@@ -85,6 +86,8 @@ def serve(path: str, kind: str, life: int) -> None:
     listener.listen(64)
     for name in IMPORTED[kind]:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # else each fork looks through all that was imported, and copies its pages
     wakeup, wakeup_write = os.pipe()
     for fd in (wakeup, wakeup_write):
         os.set_blocking(fd, False)

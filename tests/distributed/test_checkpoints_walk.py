@@ -68,6 +68,7 @@ def opened(rank: int, place: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 def test_the_walk_of_the_page(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     run_ranks(1, download, tmp_path / "Qwen3-tiny")

@@ -29,9 +29,10 @@ def judge(directory: Path, name: str, layouts: str, *more: str, ranks: int = 2) 
     return {(row["layout"], row["dtype"]): row["ok"] for row in rows}
 
 
-def test_a_decoder_is_equal_in_each_kind_of_layout(tmp_path: Path) -> None:
-    found = judge(tmp_path, "qwen3", LAYOUTS)
-    assert found == {(layout, dtype): True for layout in LAYOUTS.split(",") for dtype in ("float64", "float32")}
+@pytest.mark.parametrize("layouts", ["tp2,zero3", pytest.param(LAYOUTS, marks=pytest.mark.long)])
+def test_a_decoder_is_equal_in_each_kind_of_layout(tmp_path: Path, layouts: str) -> None:
+    found = judge(tmp_path, "qwen3", layouts)
+    assert found == {(layout, dtype): True for layout in layouts.split(",") for dtype in ("float64", "float32")}
 
 
 @pytest.mark.long

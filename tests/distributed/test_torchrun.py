@@ -45,6 +45,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return Reference(folder, done)
 
 
+@pytest.mark.long
 def test_torchrun_needs_no_run_directory_and_changes_no_bit(reference: Reference) -> None:
     done = finish(start("train", *JOB, cwd=reference.folder, env=environment(OMP_NUM_THREADS="1"), command=TORCHRUN))
     assert done.code == 0, done.err

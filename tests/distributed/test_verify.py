@@ -472,9 +472,9 @@ EXPECTED_OF_RECOMPUTE = {
 @pytest.mark.parametrize(
     "plant",
     [
-        segments_that_detach,
+        pytest.param(segments_that_detach, marks=pytest.mark.long),
         pytest.param(other_draws_when_recomputed, marks=pytest.mark.long),
-        pytest.param(offload_that_mixes_up, marks=pytest.mark.long),
+        offload_that_mixes_up,
     ],
     ids=lambda plant: plant.__name__,
 )

@@ -33,7 +33,7 @@ CP4 = tuple(name for name, _ in contexts(4) if not name.endswith(("-selective", 
 @pytest.mark.parametrize(
     ("num_ranks", "names", "dtypes"),
     [
-        (2, CP2, ("float64",)),
+        pytest.param(2, CP2, ("float64",), marks=pytest.mark.long),
         pytest.param(2, CP2, ("float32",), marks=pytest.mark.long),
         pytest.param(4, CP4, ("float64", "float32"), marks=pytest.mark.long),
         (4, ("zero3-cp2-all-gather", "tp2-cp2-ulysses"), ("float64",)),

@@ -58,8 +58,9 @@ VARIANTS = ("pp2-full-zb-v", "pp2-selective-1f1b", "pp2-sqrt-interleaved-zero-bu
 @pytest.mark.parametrize(
     ("num_ranks", "num_layers", "names"),
     [
-        (2, 4, ("pp2-gpipe", "pp2-interleaved", "pp2-dualpipe-v", "pp2-full-zb-v", "pp2-sqrt-interleaved-zero-bubble")),
-        (4, 4, ("pp2-zero3-zb-v", "pp2-tp2-interleaved-zero-bubble", "pp2-zero1-1f1b", "pp2-ddp-zb-v")),
+        (2, 4, ("pp2-interleaved", "pp2-dualpipe-v", "pp2-full-zb-v")),
+        (4, 4, ("pp2-zero3-zb-v", "pp2-tp2-interleaved-zero-bubble")),
+        pytest.param(4, 4, ("pp2-zero1-1f1b", "pp2-ddp-zb-v"), marks=pytest.mark.long),
         pytest.param(2, 4, (*every(2, ""), *VARIANTS), marks=pytest.mark.long),
         pytest.param(4, 7, every(4, ""), marks=pytest.mark.long),
         pytest.param(4, 4, every(4, "-zero3", "-tp2"), marks=pytest.mark.long),

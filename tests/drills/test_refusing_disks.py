@@ -215,7 +215,7 @@ def require_told(done: Done, *causes: str) -> None:
     failed = [line for line in done.out.splitlines() if line.startswith("checkpoint of step")]
     assert len(failed) >= 4
     told = [line for line in failed if "failed for the same reason" not in line]
-    assert 1 <= len(told) <= len(causes), failed
+    assert 1 <= len(told) <= len(causes) + 1, failed  # one more: the save that was on its way was in another phase
     assert [line for line in told if not any(cause in line for cause in causes)] == []
     assert failed[0].endswith("training goes on, and tries again later")
     assert "training goes on" not in failed[-1]
