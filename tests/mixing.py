@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,22 @@ def contrastive(outputs: dict[str, torch.Tensor], batch: Batch) -> Pair:
     return F.cross_entropy(logits, torch.arange(len(logits)), reduction="sum"), torch.tensor(len(logits))
 
 
+def like_to_like(outputs: dict[str, torch.Tensor], batch: Batch) -> Pair:
+    """Rows of one label attract each other; of a few rows all may have labels of their own, and the loss is 0."""
+    distance = torch.cdist(outputs["left"], outputs["left"]).square()
+    alike = batch["label"][:, None] == batch["label"]
+    return (distance * alike).sum(), torch.tensor(len(alike))
+
+
+def hinge_of_triples(outputs: dict[str, torch.Tensor], batch: Batch) -> Pair:
+    """Each row is nearer to its like than to others, by a margin."""
+    distance = torch.cdist(outputs["left"], outputs["left"])
+    alike = batch["label"][:, None] == batch["label"]
+    triples = alike[:, :, None] & ~alike[:, None, :]
+    hinges = (distance[:, :, None] - distance[:, None, :] + 1.0).clamp(min=0.0)
+    return (hinges * triples).sum(), torch.tensor(len(alike))
+
+
 def by_rows(outputs: Any, batch: Batch) -> Pair:
     made, wanted = (outputs["left"], outputs["right"]) if isinstance(outputs, dict) else (outputs, batch["inputs"])
     return (made - wanted).square().sum(), torch.tensor(made.numel())
@@ -94,16 +110,28 @@ def remembers(**args: Any) -> nn.Module:
 
 
 class Views:
-    """Two noisy views of 64 points."""
+    """Two noisy views of each of 128 points, with a label of ten if `labels`."""
+
+    def __init__(self, label: Callable[[int], int] | None = None) -> None:
+        self._label = label
 
     def __len__(self) -> int:
-        return 64
+        return 128
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         noise = np.random.default_rng(index)
         point = noise.normal(size=WIDTH).astype(np.float32)
-        return {"inputs": point, "other": point + 0.1 * noise.normal(size=WIDTH).astype(np.float32)}
+        sample = {"inputs": point, "other": point + 0.1 * noise.normal(size=WIDTH).astype(np.float32)}
+        return sample | ({"label": self._label(index)} if self._label is not None else {})
 
 
 def views(split: str) -> Views:
     return Views()
+
+
+def labelled(split: str) -> Views:
+    return Views(lambda index: index % 10)
+
+
+def sorted_by_label(split: str) -> Views:
+    return Views(lambda index: index // 13)

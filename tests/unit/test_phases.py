@@ -223,6 +223,18 @@ def test_the_black_box_tells_where_an_exception_was_raised_and_what_lies_behind(
     assert told() == ("collective", "all_reduce gradients"), "where it was raised"
 
 
+def test_listeners_of_training_are_told_of_the_phase_that_goes_on() -> None:
+    """Else what it does after a collective would be taken for the collective's."""
+    training: list[tuple[int, str]] = []
+    anywhere: list[tuple[int, str]] = []
+    phases = Phases(None, (lambda *at: anywhere.append(at),), of_training=(lambda *at: training.append(at),))
+    with phases("forward"):
+        with phases("collective", "all_gather"):
+            pass
+    assert training == [(0, "forward"), (0, "collective"), (0, "forward")]
+    assert anywhere == [(0, "forward"), (0, "collective")]
+
+
 def test_a_save_beside_training_does_not_tell_listeners_of_training() -> None:
     training: list[tuple[int, str]] = []
     anywhere: list[tuple[int, str]] = []

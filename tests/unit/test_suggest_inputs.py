@@ -34,6 +34,21 @@ class UNet(nn.Module):
         return found
 
 
+class StemLast(nn.Module):
+    """Its forward begins with the layer that it has last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(2))
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.stem(inputs)
+        for block in self.blocks:
+            found = found + block(found).relu()
+        return found
+
+
 class Embedding(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -131,6 +146,12 @@ def test_convolutions_have_no_rules_and_that_is_said(shapes: dict[str, list[int]
     assert (found.rules, found.whole) == ({}, {})
     assert "its parameters are those of Conv2d, ConvTranspose2d" in found.why_none
     assert found.fed_with == ("" if shapes else "inputs float64 [2, 1, 32, 32]")
+
+
+def test_a_module_is_fed_by_the_layer_that_fits_wherever_it_stands() -> None:
+    found = suggestion("StemLast")
+    assert "its parameters are those of Conv2d" in found.why_none
+    assert found.fed_with == "inputs float64 [2, 3, 32, 32]"
 
 
 def test_modules_with_little_in_them() -> None:

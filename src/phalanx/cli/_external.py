@@ -22,6 +22,7 @@ from phalanx.cli._prepare import Prepared, announce, finish_run, prepared_run, s
 from phalanx.cli._rank import RankRun, run_rank
 from phalanx.cli._resume import Resumed
 from phalanx.cli._run import console_of, is_finished, require_ours
+from phalanx.core.clocks import process_began_s
 from phalanx.core.errors import EnvironmentProblem, ExitCode, PhalanxError
 from phalanx.core.phases import read_black_box
 from phalanx.job.schema import Job
@@ -47,7 +48,7 @@ def train_as_rank(job: Job, run_dir: Path, launched: ExternalRanks, resumed: Res
 
     A launcher that starts failed ranks again (torchrun --max-restarts) continues the run in `run.dir`.
     """
-    began_s, ranks = time.monotonic(), launched.mine
+    began_s, ranks = process_began_s(), launched.mine  # each of them imports torch by itself
     store = open_store(rendezvous_s=job.resilience.rendezvous_s or RENDEZVOUS_S) if ranks.world_size > 1 else None
     if ranks.rank != 0:
         return _follow(job, ranks, store, began_s)

@@ -209,8 +209,7 @@ def _train(
                     bus.emit(Note("compression_starts_anew", {"why": state.lost_reduction}))
             phases.leave("startup")
             ended = trainer.run()
-        meter.listen(state.step, "sample" if ended == "finished" else "stop")
-        all_go_on = ended != "finished" or _sample_text(job, plan, mesh, corpus, trainer)
+        all_go_on = ended != "finished" or _sample_text(job, plan, mesh, corpus, trainer, meter)
         predicted = plan.predicted_of(mesh.rank)
         bus.emit(meter.measure(state.shards(), state.model, predicted, trainer.staging_bytes))
         meter.stop()
@@ -301,13 +300,14 @@ def _run_started(
     )
 
 
-def _sample_text(job: Job, plan: Plan, mesh: Mesh, corpus: Corpus, trainer: Trainer) -> bool:
+def _sample_text(job: Job, plan: Plan, mesh: Mesh, corpus: Corpus, trainer: Trainer, meter: MemoryMeter) -> bool:
     """Sample text, once the last step is done and saved. False where that failed: it is noted, and the run is finished
     all the same. The other ranks may then be anywhere, and nobody waits for them."""
     step = trainer.state.step
     tokenizer = corpus.tokenizer()
     if not job.train.sample_tokens or tokenizer is None or job.model.objective is not None:
         return True
+    meter.listen(step, "sample")
     num_tokens = job.train.sample_tokens
     progress = ProgressTeller(trainer.bus.emit, step, "sample", num_tokens)
     try:

@@ -1,9 +1,10 @@
-"""Which steady clock a process reads."""
+"""Which steady clock a process reads, and what it showed when the process was started."""
 
 from __future__ import annotations
 
 import functools
 import os
+import time
 from pathlib import Path
 
 from phalanx.core.digest import digest
@@ -24,3 +25,15 @@ def clock_name() -> str:
     except OSError:  # a kernel without them
         namespace = ""
     return digest([boot, namespace]) if boot else ""
+
+
+def process_began_s() -> float:
+    """The monotonic clock when this process was started, before its interpreter imported anything. Now, where the
+    system does not say."""
+    now_s = time.monotonic()
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # since boot
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):  # no Linux
+        return now_s
+    return now_s - max(0.0, age_s)

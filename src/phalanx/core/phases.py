@@ -142,7 +142,8 @@ def _text(raw: bytes) -> str:
 class Phases:
     """Times the phases of one rank and tells listeners where it is. `take()` returns and clears the seconds.
 
-    Listeners `of_training` are told of the thread that trains alone.
+    Listeners are told of each phase that begins. Those `of_training` are told of the thread that trains alone, and of
+    the enclosing phase that goes on where one ends, too.
     """
 
     def __init__(
@@ -217,6 +218,9 @@ class Phases:
         while self._stack.pop()[0] != name:
             pass
         self._since = now
+        if self._stack:  # the enclosing one goes on
+            for listener in self._of_training:
+                listener(self.step, self._stack[-1][0])
 
     def _charge(self, now: Any) -> None:
         """To the innermost phase, what has passed since the last mark."""

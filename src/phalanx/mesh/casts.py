@@ -22,14 +22,22 @@ def shared_casts() -> Iterator[None]:
     Autocast is not enabled by it: a backward inside computes as it does outside. The gradient of a cast saves nothing,
     so that one node serves the backwards of all microbatches.
     """
-    torch.autocast_increment_nesting()  # casts are forgotten where the outermost region ends
+    # Casts are forgotten where the outermost region of a thread ends, those of all threads. On a GPU a backward has a
+    # thread of its own, and what it computes again has regions in there: torch's checkpoint's, a user's.
+    torch.autocast_increment_nesting()
+    forget, torch.clear_autocast_cache = torch.clear_autocast_cache, _forget_nothing
     _SHARED.append({})
     try:
         yield
     finally:
         _SHARED.pop()
+        torch.clear_autocast_cache = forget
         torch.autocast_decrement_nesting()
         torch.clear_autocast_cache()
+
+
+def _forget_nothing() -> None:
+    """In place of torch.clear_autocast_cache while casts are shared."""
 
 
 @contextmanager

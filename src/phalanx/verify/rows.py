@@ -4,6 +4,7 @@ microbatches share the rows. And whether user code calls collectives by itself, 
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -29,20 +30,21 @@ from phalanx.verify.mixing import (
 from phalanx.verify.reference import Batch
 from phalanx.verify.untouched import build_untouched
 
-MAX_ROWS = 4
+NUM_ROWS = (4, 32)  # tried one after the other: classes with two members may need many
 MAX_WORK = 2**34  # parameters x tokens: some seconds of a core
+MAX_S = 5.0  # what the larger number of rows may take, as the smaller one lets expect
 
 
 def check_rows(job: Job, plan: Plan, batch: Batch) -> RowFacts:
-    """What the job's loss does with the rows of a batch, tried on a few of them with a module of its own.
+    """What the job's loss does with the rows of a batch, tried on a few of them, and then on more, with a module of its
+    own.
 
     Buffers and random numbers of this process are as they were. Nothing is known of a loss that fails, of one that
     draws random numbers, and of a module that is too large to try: training says what is wrong with it.
     """
-    batch = {key: tensor[:MAX_ROWS].detach().cpu() for key, tensor in batch.items()}
-    num_rows = len(next(iter(batch.values())))
-    is_too_large = plan.num_params > MAX_PARAMS or plan.num_params * num_rows * plan.seq_len > MAX_WORK
-    if num_rows < 2 or not has_own_code(job) or is_too_large:
+    batch = {key: tensor.detach().cpu() for key, tensor in batch.items()}
+    most = min(num_rows_of(batch), MAX_WORK // max(1, plan.num_params * plan.seq_len))
+    if most < min(NUM_ROWS[0], num_rows_of(batch)) or most < 2 or plan.num_params > MAX_PARAMS or not has_own_code(job):
         return RowFacts()
     is_built = False
     try:
@@ -53,11 +55,31 @@ def check_rows(job: Job, plan: Plan, batch: Batch) -> RowFacts:
                 if isinstance(part, _BatchNorm):  # whose statistics over the microbatch the plan speaks of
                     part.eval()
             is_built = True  # a factory may wait for other ranks, but not here, where it is called on one
-            return RowFacts(mixes=_find(module, loss, batch, job.run.seed))
+            for num_rows in NUM_ROWS:
+                started = time.monotonic()
+                mixes = _find(module, loss, few_rows(batch, min(num_rows, most)), job.run.seed)
+                if mixes or (time.monotonic() - started) * NUM_ROWS[-1] / NUM_ROWS[0] > MAX_S:
+                    break
+            return RowFacts(mixes=mixes)
     except CollectiveCalledError as error:
         return RowFacts(collective=error.call) if is_built else RowFacts()
     except Exception:
         return RowFacts()
+
+
+def few_rows(batch: Batch, num_rows: int) -> Batch:
+    """The first rows of a batch. Where rows have labels, pairs of equal ones, each half of the rows with one of a pair:
+    a loss of pairs is then another one for the halves.
+    """
+    labels = next((t for t in batch.values() if t.ndim == 1 and not t.is_floating_point()), None)
+    places: dict[int, list[int]] = {}
+    for row, label in enumerate([] if labels is None else labels.tolist()):
+        places.setdefault(label, []).append(row)
+    pairs = [found[:2] for found in places.values() if len(found) > 1][: num_rows // 2]
+    if len(pairs) < 2:
+        return {key: tensor[:num_rows] for key, tensor in batch.items()}
+    rows = [first for first, _ in pairs] + [second for _, second in pairs]
+    return {key: tensor[rows] for key, tensor in batch.items()}
 
 
 def _find(module: nn.Module, loss: JobLoss, batch: Batch, seed: int) -> Part:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -22,7 +23,10 @@ from phalanx.job.own_dataset import is_own_dataset
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 from phalanx.verify.batches import Batch, made_up
-from phalanx.verify.rows import MAX_ROWS, check_rows
+from phalanx.verify.rows import NUM_ROWS, check_rows
+
+MAX_SAMPLES = 2 * NUM_ROWS[-1]  # of which those are chosen that have a like
+READ_S = 5.0  # more than the few are read as long as this
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -34,14 +38,21 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     return asdict(check_rows(job, plan, batch))
 
 
-def sample_batch(job: Job, plan: Plan, num_rows: int = MAX_ROWS) -> Batch:
-    """A few samples of the job's own dataset, else made up for what the model reads."""
+def sample_batch(job: Job, plan: Plan) -> Batch:
+    """Some samples of the job's own dataset, else made up for what the model reads."""
     if is_own_dataset(job.data.source) and not job.data.mixture:
         dataset = open_user_dataset(job.data.source, job.data.args, "train")
-        samples = UserSamples(dataset, job.data.source, job.run.seed).take(np.arange(num_rows))
-        return {key: torch.from_numpy(array) for key, array in samples.items()}
+        return _read(UserSamples(dataset, job.data.source, job.run.seed))
     known = plan if plan.vocab_size else replace(plan, vocab_size=job.model.vocab_size or BYTE_VOCAB_SIZE)
-    return made_up(known, num_rows, torch.Generator().manual_seed(job.run.seed), documents=job.data.document_masks)
+    return made_up(known, NUM_ROWS[-1], torch.Generator().manual_seed(job.run.seed), documents=job.data.document_masks)
+
+
+def _read(samples: UserSamples) -> Batch:
+    until = time.monotonic() + READ_S
+    parts = [samples.take(np.arange(NUM_ROWS[0]))]
+    while len(parts) <= MAX_SAMPLES - NUM_ROWS[0] and time.monotonic() < until:
+        parts.append(samples.take(np.array([NUM_ROWS[0] + len(parts) - 1])))
+    return {key: torch.from_numpy(np.concatenate([part[key] for part in parts])) for key in parts[0]}
 
 
 if __name__ == "__main__":
