@@ -41,7 +41,7 @@ def test_torchrun_shows_one_line_of_one_rank(tmp_path: Path) -> None:
     [
         ("phalanx.load_job(None, ['train.stepz=3', 'optim.lrr=1'])", 3, ["train.stepz", "optim.lrr"]),
         ("with phalanx.open_mesh(phalanx.Layout(dp_replicate=2), device='cpu'): pass", 6, ["needs 2 ranks"]),
-        (
+        pytest.param(
             "import torch\n"
             "plan = phalanx.make_plan(phalanx.load_job(None, ['parallel.ranks=1']))\n"
             "with phalanx.open_mesh(plan.layout, device='cpu') as mesh:\n"
@@ -49,6 +49,7 @@ def test_torchrun_shows_one_line_of_one_rank(tmp_path: Path) -> None:
             "    model.forward_backward([{'x': torch.ones(1, 2)}], lambda o, b: (o.sum(), torch.tensor(1)))",
             3,
             ["names nothing of a batch with x"],
+            marks=pytest.mark.long,
         ),
     ],
 )

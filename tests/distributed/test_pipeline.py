@@ -86,6 +86,7 @@ WITH_DATA_PARALLELISM = {
 }
 
 
+@pytest.mark.long
 def test_with_data_parallelism(references: dict[str, Trace]) -> None:
     """Each kind of it with two schedules, of whole backwards and of split ones, tied and untied in turn."""
     cases = [

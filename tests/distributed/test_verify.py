@@ -474,7 +474,7 @@ EXPECTED_OF_RECOMPUTE = {
     [
         pytest.param(segments_that_detach, marks=pytest.mark.long),
         pytest.param(other_draws_when_recomputed, marks=pytest.mark.long),
-        offload_that_mixes_up,
+        pytest.param(offload_that_mixes_up, marks=pytest.mark.long),
     ],
     ids=lambda plant: plant.__name__,
 )

@@ -40,12 +40,13 @@ PRODUCTS = ("pp2-zero3-tp2-ep2-zb-v", "pp2-zero3-cp2-ep4-1f1b", "zero3-tp2-cp2-e
 @pytest.mark.parametrize(
     ("num_ranks", "names", "model"),
     [
-        (4, OF_EACH_KIND, DEEPSEEK | {"expert_capacity": 1.0}),
+        (4, ("zero3-cp2-ep4", "pp2-ddp-ep2-zb-v"), DEEPSEEK | {"expert_capacity": 1.0}),
+        pytest.param(4, OF_EACH_KIND, DEEPSEEK | {"expert_capacity": 1.0}, marks=pytest.mark.long),
         pytest.param(2, (*EVERY_2, "ddp", "zero1", "tp2", "cp2"), MIXTRAL, marks=pytest.mark.long),
         pytest.param(4, (*EVERY_4, "tp4", "pp2-tp2-zb-v"), DEEPSEEK, marks=pytest.mark.long),
         pytest.param(8, PRODUCTS, DEEPSEEK | {"expert_capacity": 1.0}, marks=pytest.mark.long),
     ],
-    ids=["four ranks", "two ranks, all", "four ranks, all", "products"],
+    ids=["four ranks", "four ranks, with capacity", "two ranks, all", "four ranks, all", "products"],
 )
 def test_layouts_equal_the_reference(num_ranks: int, names: tuple[str, ...], model: dict[str, Any]) -> None:
     rows = rows_with(None, num_ranks, names, **model)

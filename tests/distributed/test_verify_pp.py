@@ -372,6 +372,7 @@ def masks_in_the_order_of_the_schedule() -> None:
     Drawing.microbatch = counted  # type: ignore[method-assign]
 
 
+@pytest.mark.long
 def test_dropout_in_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers and a call of F.dropout drop what one process drops; masks by the order of the schedule are found."""
     job, shape = own(tmp_path, monkeypatch, "stages_with_dropout", p=0.2)

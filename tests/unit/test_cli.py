@@ -64,7 +64,8 @@ def test_a_pipe_that_closes_early_is_no_error() -> None:
     assert (process.returncode, err) == (0, "")
 
 
-@pytest.mark.parametrize("where", ["closed", pytest.param("full", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("where", ["closed", "full"])
 def test_training_goes_on_where_nothing_can_be_printed(tmp_path: Path, where: str) -> None:
     """`phalanx train >&-`, `phalanx train > /dev/full`: the run is what counts."""
     text = write_text(tmp_path / "text")

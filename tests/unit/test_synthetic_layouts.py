@@ -254,7 +254,7 @@ def load_under(layout: Layout, wholes: Tensors, directory: Path, cut: Cut = part
     return run_threads(layout, load)
 
 
-FEW = 4  # layouts that read what one wrote, where not every pair is tried
+FEW = 2  # layouts that read what one wrote, where not every pair is tried
 
 
 def read_by_others(rank: int, root: Path, num_readers: int) -> dict[str, Any]:
