@@ -29,7 +29,7 @@ from phalanx.checkpoint.stores.object import ObjectFolder, ObjectStore
 from phalanx.checkpoint.stores.protocol import Store
 from phalanx.checkpoint.verify import verify_checkpoint
 from phalanx.core.disk import DiskFile
-from phalanx.core.errors import CheckpointError, EnvironmentProblem, RunLockedError
+from phalanx.core.errors import CheckpointError, EnvironmentProblem, RunLockedError, StoreTakenError
 from phalanx.core.phases import Phases
 from phalanx.core.registry import names
 from phalanx.mesh.logical import Box, LogicalShard, dtype_name
@@ -348,16 +348,16 @@ def test_of_two_runs_that_claimed_at_once_one_commits_nothing(store: Store, tmp_
     owner.claim(store, other)
     ours, theirs = take_epoch(one), take_epoch(other)
     save_in(store, 1, tensors(1), epoch=theirs)
-    with pytest.raises(CheckpointError, match="belongs to the run 'other'"):
+    with pytest.raises(StoreTakenError, match="belongs to the run 'other'"):
         save_in(store, 2, tensors(2), epoch=ours)
-    with pytest.raises(CheckpointError, match="belongs to the run 'other'"):
+    with pytest.raises(StoreTakenError, match="belongs to the run 'other'"):
         prune(store, Retention(last=1), epoch=ours)
 
     def overwritten() -> None:
         store.owner.remove()
         store.owner.write(claims)
 
-    with pytest.raises(CheckpointError, match="belongs to the run 'one'"):
+    with pytest.raises(StoreTakenError, match="belongs to the run 'one'"):
         save_in(store, 2, tensors(2), epoch=theirs, before_commit=overwritten)
     assert steps(store) == [1]
 

@@ -290,3 +290,25 @@ def test_what_is_no_url_of_a_store_is_refused(url: str, capsys: pytest.CaptureFi
     if "::" in url or "reference" in url:
         assert phalanx(["plan", *TINY, f"model.init_from={url}"]) == 3
         assert f"model.init_from: '{url}' {NO_STORES[url]}" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_a_run_whose_store_is_taken_while_it_trains_stops_and_says_whose_it_is(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No further save could be committed. The directory is still the run's, and has the end in it."""
+    in_this_process(story.server, monkeypatch)
+    url = f"s3://{BUCKET}/moved"
+    job = (*TINY, "data.source=text", "train.steps=1000000", "checkpoint.every_steps=4", f"checkpoint.url={url}")
+    with watching(story.start("train", *job, "parallel.ranks=2", "run.dir=moved")) as watched:
+        watched.wait_for("saved checkpoint of step")
+        owner = open_store(story.folder, url).owner
+        assert owner is not None
+        theirs = json.loads(owner.read() or b"") | {"run_id": "0" * 32, "run": "thief"}
+        owner.remove()
+        owner.write(json.dumps(theirs).encode())
+        done = watched.finish()
+    assert done.code == 9, done.err
+    assert "belongs to the run 'thief' of " in done.err
+    told = json.loads(story.phalanx("report", "moved", "--json").out)
+    assert (told["status"], told["exit_code"]) == ("failed", 9)

@@ -17,8 +17,10 @@ import phalanx
 from phalanx.checkpoint.best import write_best
 from phalanx.checkpoint.locks import LOCK_NAME, hold_run_lock
 from phalanx.cli import _app
+from phalanx.core.disk import Disk, write_bytes_durably
 from phalanx.core.errors import ResourceError
 from phalanx.core.files import append_regular, open_regular, read_json, read_regular, regular_path
+from phalanx.launch.paths import blank_out_logs
 
 SOURCE = Path(phalanx.__file__).parent
 DEADLINE_S = 60  # a hang is for ever; this is for slow machines
@@ -290,3 +292,23 @@ def test_files_are_opened_by_one_seam() -> None:
     }
     assert {name: lines for name, lines in found.items() if name not in OURS} == {}
     assert OURS.keys() - found.keys() == set(), "no longer needed"
+
+
+@pytest.mark.parametrize("left", ["fifo", "link", "file"])
+def test_what_lies_where_a_file_is_made_is_removed(left: str, tmp_path: Path) -> None:
+    """A pipe would be waited for without end, and what a link leads to is somebody else's."""
+    partial, other = tmp_path / ".epoch.partial", tmp_path / "other"
+    other.write_text("theirs")
+    {"fifo": os.mkfifo, "link": lambda path: path.symlink_to(other), "file": Path.touch}[left](partial)
+    write_bytes_durably(Disk(), tmp_path / "epoch", b"7")
+    assert not (tmp_path / "epoch").is_symlink()
+    assert (tmp_path / "epoch").read_bytes() == b"7"
+    assert other.read_text() == "theirs"
+    assert not os.path.lexists(partial)
+
+
+def test_sizes_of_logs_that_no_log_has_are_ignored(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "a.log").write_text("x")
+    (tmp_path / "logs" / ".blanked-out.json").write_text('{"a.log": Infinity}')
+    blank_out_logs(tmp_path, {})

@@ -8,13 +8,14 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from phalanx.checkpoint.refusals import kind_of
-from phalanx.core.errors import CheckpointError, RunTakenError, StorageError
+from phalanx.core.errors import CheckpointError, RunTakenError, StorageError, StoreTakenError
 from phalanx.core.files import fix_of
 from phalanx.plan.layout import Layout
 
 EARLIER_STAND = "the checkpoints before this one stand"
 _ONLY_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
-_KINDS: dict[str, type[CheckpointError]] = {kind.__name__: kind for kind in (StorageError, RunTakenError)}
+_TAKEN = (RunTakenError, StoreTakenError)
+_KINDS: dict[str, type[CheckpointError]] = {kind.__name__: kind for kind in (StorageError, *_TAKEN)}
 
 
 class Group(Protocol):
@@ -51,6 +52,7 @@ def agreed(group: Group, where: str, doing: str) -> Iterator[dict[str, Any]]:
     failed = [(f"rank {rank}: {error}", fix, kind) for rank, (error, fix, kind, _) in enumerate(results) if error]
     if failed:
         # That the run is another job's says more than what else went wrong because of it.
-        why, fix, kind = next((told for told in failed if told[2] == RunTakenError.__name__), failed[0])
+        is_taken = {kind.__name__ for kind in _TAKEN}
+        why, fix, kind = next((told for told in failed if told[2] in is_taken), failed[0])
         raise _KINDS.get(kind or "", CheckpointError)(f"failed while {doing}", where=where, why=why, fix=fix)
     outcome["all"] = [mine for *_, mine in results]

@@ -8,16 +8,19 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from phalanx.core.errors import CheckpointError
+from phalanx.core.errors import CheckpointError, RunTakenError
 
 NICENESS = 5  # a third of the share of a core that a thread of training has
 
 
 class Flight:
-    """A thread that does `work`. `failed`: by a CheckpointError; `crash`: anything else that ended it."""
+    """A thread that does `work`. `failed`: by a CheckpointError, which is `taken` if the run or its store is another's;
+    `crash`: anything else that ended it.
+    """
 
     def __init__(self, name: str, work: Callable[[], None]) -> None:
         self.failed = False
+        self.taken: RunTakenError | None = None
         self.crash: BaseException | None = None
         self._work = work
         self._is_done = threading.Event()
@@ -37,8 +40,9 @@ class Flight:
         try:
             _step_back()
             self._work()
-        except CheckpointError:  # told where it was caught
+        except CheckpointError as error:  # told where it was caught
             self.failed = True
+            self.taken = error if isinstance(error, RunTakenError) else None
         except BaseException as crash:
             self.crash = crash
         finally:

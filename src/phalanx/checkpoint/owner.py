@@ -19,7 +19,7 @@ from phalanx.checkpoint.epoch import Epoch
 from phalanx.checkpoint.folder import LocalFolder
 from phalanx.checkpoint.stores.protocol import OwnerObject, Store
 from phalanx.core.disk import Disk, write_json_durably
-from phalanx.core.errors import CheckpointError, RunLockedError
+from phalanx.core.errors import CheckpointError, RunLockedError, StoreTakenError
 from phalanx.core.files import resource_error
 
 KEPT = "checkpoint-owner.json"
@@ -84,12 +84,12 @@ def refusal_of(store: Store, run_dir: Path) -> RunLockedError | None:
 
 
 def require_claim(epoch: Epoch | None, store: Store) -> None:
-    """Raise CheckpointError if another job took the run of `epoch` since, or another run its store."""
+    """Raise RunTakenError if another job took the run of `epoch` since, StoreTakenError if another run its store."""
     if epoch is None:
         return
     epoch.require_newest()
     if (refusal := refusal_of(store, epoch.run_dir)) is not None:
-        raise CheckpointError(refusal.what, where=refusal.where, fix=refusal.fix)
+        raise StoreTakenError(refusal.what, where=refusal.where, fix=refusal.fix)
 
 
 def _is_ours(there: OwnerObject, ours: Owner | None) -> bool:

@@ -128,9 +128,11 @@ class Saver:
         return has_failed
 
     def land(self) -> None:
-        """Forget a flight that is over on all ranks."""
-        assert self._flight is None or self._flight.is_done
-        self._flight = None
+        """Forget a flight that is over on all ranks. Raises RunTakenError, on every rank, if that is how it ended."""
+        flight, self._flight = self._flight, None
+        assert flight is None or flight.is_done
+        if flight is not None and flight.taken is not None:
+            raise flight.taken
 
     def leave(self, timeout_s: float) -> None:
         """Training ends by an error: let the save in flight end if it can. Never raises."""

@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 from typing import Any, Protocol
 
-from phalanx.core.files import fsync_directory
+from phalanx.core.files import fsync_directory, open_descriptor
 
 _BUFFER_BYTES = 1 << 20
 
@@ -32,7 +32,7 @@ class Disk:
         os.mkdir(path)
 
     def create(self, path: Path) -> DiskFile:
-        """A new file, or an old one emptied."""
+        """A new file, or an old one emptied: never a pipe, and never what a link leads to."""
         return _RealFile(path)
 
     def rename(self, old: Path, new: Path) -> None:
@@ -56,7 +56,8 @@ class Disk:
 
 class _RealFile:
     def __init__(self, path: Path) -> None:
-        self._file = io.BufferedWriter(io.FileIO(path, "w"), _BUFFER_BYTES)
+        fd = open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW)
+        self._file = io.BufferedWriter(io.FileIO(fd, "w"), _BUFFER_BYTES)
 
     def write(self, data: bytes | memoryview) -> None:
         self._file.write(data)
@@ -102,11 +103,13 @@ def remove_tree(disk: Disk, path: Path) -> None:
 def write_bytes_durably(disk: Disk, path: Path, data: bytes) -> None:
     """Replace or create `path` as a whole: a reader, also after a crash, sees the old file or the new one.
 
-    One process at a time may do it: what a killed one left beside `path` is overwritten. Raises OSError; nothing is
-    left then.
+    One process at a time may do it: what a killed one left beside `path` is removed. Raises OSError; nothing is left
+    then.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
+        if os.path.lexists(partial):
+            disk.remove(partial)
         file = disk.create(partial)
         try:
             file.write(data)

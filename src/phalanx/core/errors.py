@@ -110,6 +110,10 @@ class RunTakenError(CheckpointError):
     exit_code = ExitCode.RUN_LOCKED
 
 
+class StoreTakenError(RunTakenError):
+    """Another run has the store of this run's checkpoints; the run's directory is still its own."""
+
+
 class EnvironmentProblem(PhalanxError):
     """Something outside the job: a port, a variable, a missing compiler, a rank that never came."""
 

@@ -69,5 +69,5 @@ def _read_done(run_dir: Path) -> dict[str, int]:
     try:
         found = read_json(run_dir / "logs" / BLANKED_OUT)
         return {str(name): int(size) for name, size in found.items() if int(size) >= 0}
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError):
         return {}

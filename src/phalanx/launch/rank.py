@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from phalanx.core.errors import ExitCode, RunTakenError
+from phalanx.core.errors import ExitCode, RunTakenError, StoreTakenError
 from phalanx.core.logs import redirect_output
 from phalanx.core.registry import resolve
 from phalanx.core.secrets import Redactor
@@ -88,7 +88,7 @@ def _report(task: RankTask, error: BaseException, end: EndWriter) -> int:
     if not end.is_rank or (end.told is not None and end.told.report is not None):
         return report.exit_code
     end.tell(EndRecord(report.exit_code, report))
-    if isinstance(error, RunTakenError):
+    if isinstance(error, RunTakenError) and not isinstance(error, StoreTakenError):
         return report.exit_code  # the folder of its log and report is another job's
     print(report.traceback, file=sys.stderr, end="")
     try:
