@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from commands import TINY, Done, environment, nursery, run, snapshot, start, wait_until, watching, write_text
+from phalanx.checkpoint.fence import LOOK_EVERY_S
 from phalanx.core.phases import read_black_box
 from phalanx.launch.paths import black_box
 from phalanx.observe.events import CheckpointSaved
@@ -46,8 +47,10 @@ def take_over(folder: Path, run_dir: Path, env: dict[str, str] | None = None) ->
     """Another job continues the run, to an end of its own, as if the first one's machine were gone; its exit code."""
     (run_dir / "lock").unlink()
     step = max(envelope.event.step for envelope in recorded(run_dir, CheckpointSaved))  # type: ignore[attr-defined]
-    later = step + 11  # the newest checkpoint may be one that was stopped before it was told
-    return run("train", "--resume", run_dir.name, f"train.steps={later}", cwd=folder, env=env).code
+    later, since = step + 11, time.monotonic()  # the newest checkpoint may be one that was stopped before it was told
+    code = run("train", "--resume", run_dir.name, f"train.steps={later}", cwd=folder, env=env).code
+    wait_until(lambda: time.monotonic() - since > LOOK_EVERY_S)  # who was stopped for longer looks before all else
+    return code
 
 
 def test_a_job_that_wakes_up_stops_at_once_and_leaves_the_run_as_the_other_left_it(tmp_path: Path) -> None:
