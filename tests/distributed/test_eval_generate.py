@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 import phalanx
 from commands import TINY, Done, environment, events, nursery, run, write_text
+from hf_zoo import write_config, write_tokenizer
 from phalanx.cli import _app
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import CausalOutput
@@ -267,3 +268,20 @@ def test_ranks_of_a_launcher_are_told_once_to_call_it_once(verb: tuple[str, ...]
     assert (done.code, "without the launcher" in done.problem) == (2, True)
     done = run(*verb, cwd=folder, env=environment(SLURM_PROCID="1", **place))
     assert (done.code, done.out, done.err) == (2, "", "")
+
+
+@pytest.mark.long
+def test_weights_that_do_not_know_the_tokens_are_warned_of(folder: Path) -> None:
+    """Of a directory of Hugging Face: without a tokenizer, and with another one than the one that was asked for."""
+    transformers = pytest.importorskip("transformers")
+    model = folder / "llama"
+    write_config(model, "llama", vocab_size=300, architectures=["LlamaForCausalLM"])
+    transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(model)).save_pretrained(model)
+    asked = ("eval", "llama", "data.source=other.txt", "data.seq_len=32", "parallel.ranks=1")
+    done = run(*asked, cwd=folder)
+    assert done.code == 0, done.err
+    assert "warning text becomes bytes, and nothing says which tokens the weights" in done.out
+    write_tokenizer(model)
+    (warning,) = facts_of(run(*asked, "data.tokenizer=bytes", "--json", cwd=folder))["warnings"]
+    assert "the model's rows were trained for other tokens" in warning
+    assert facts_of(run(*asked, "--json", cwd=folder))["warnings"] == []

@@ -29,6 +29,7 @@ from phalanx.job.schema import Eval, Job
 from phalanx.observe.events import EvalFinished
 from phalanx.observe.tail import recorded
 from phalanx.observe.units import Units, units_of
+from phalanx.plan.warnings import NOTHING_MORE, MoreRemarks
 
 SECTIONS = (
     *("data", "eval", "parallel", "precision", "cluster", "resilience.collective_timeout_s"),
@@ -39,11 +40,14 @@ RESULT, PROGRESS = "result.json", "progress.json"
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What is evaluated: a corpus, which side of it, and whether that is what the run evaluated, too."""
+    """What is evaluated: a corpus, which side of it, and whether that is what the run evaluated, too. `remarks`: by
+    which tokens, and whether the weights know those.
+    """
 
     corpus: Corpus
     split: Split
     is_runs_own: bool
+    remarks: MoreRemarks = NOTHING_MORE
 
 
 def evaluate(place: str, arguments: Sequence[str], *, best: bool, as_json: bool) -> int:
@@ -60,6 +64,10 @@ def evaluate(place: str, arguments: Sequence[str], *, best: bool, as_json: bool)
         if not as_json:
             tell(f"eval    {subject.name}, on {describe_ranks(subject, plan)}")
             tell(f"data    {_data_in_words(data)}")
+            for text in data.remarks.reasons:
+                tell(f"why     {text}")
+            for warning in data.remarks.warnings:
+                tell(f"warning {warning.text}")
         with ProgressLine("evaluating") as line:
             more = {"data_dir": str(data.corpus.directory.absolute()), "split": data.split}
             code = run_ranks("evaluate", subject, plan, directory, more, lambda: _show(directory / PROGRESS, line))
@@ -73,7 +81,8 @@ def evaluate(place: str, arguments: Sequence[str], *, best: bool, as_json: bool)
     if as_json:
         wall_s = time.monotonic() - began
         layout = {"world_size": plan.world_size, "layout": plan.layout.to_json(), "device": plan.device}
-        print_json("eval", {**facts, **layout, "wall_s": wall_s}, indent=1)
+        warnings = [warning.text for warning in data.remarks.warnings]
+        print_json("eval", {**facts, **layout, "warnings": warnings, "wall_s": wall_s}, indent=1)
     else:
         for text in _words(found, before, subject, units):
             tell(text)
@@ -116,13 +125,14 @@ def _data(subject: Subject, directory: Path) -> Evaluated:
     whole = is_other and not is_own_dataset(job.data.source) and not subject.gives("data.held_out_fraction")
     wanted = job.data.model_copy(update={"held_out_fraction": 0.0, "seq_len": 1} if whole else {})
     vocab_size = subject.plan.vocab_size if subject.plan is not None and subject.plan.vocab_size else None
+    tokens = find_tokens(job)
     corpus = prepare_corpus(
-        wanted, directory / "data", vocab_size=vocab_size, default_tokenizer=find_tokens(job).default or BYTES
+        wanted, directory / "data", vocab_size=vocab_size, default_tokenizer=tokens.default or BYTES
     )
     _require_same_tokenizer(subject, corpus)
     split: Split = "train" if whole else "held_out"
     _require_held_out(corpus, split)
-    return Evaluated(corpus, split, is_runs_own=False)
+    return Evaluated(corpus, split, is_runs_own=False, remarks=tokens.remarks(corpus))
 
 
 def _job_with_its_tokenizer(subject: Subject, own: Corpus | None) -> Job:

@@ -363,6 +363,7 @@ def advice(word: str, leaves: Leaves, raw: str = "") -> str:
     found = our_names(word, leaves)
     if not found:
         return ""
-    shown = [f'"{our.key}={raw}"' if raw and our.keeps_value else f'"{our.key}"' for our in found]
+    is_switch = raw.lower() in ("true", "false") and word.lower() not in leaves  # fsdp=true is no number of shards
+    shown = [f'"{our.key}={raw}"' if raw and our.keeps_value and not is_switch else f'"{our.key}"' for our in found]
     notes = [our.note for our in found if our.note]
     return f"did you mean {' or '.join(shown)}?" + (f" ({notes[0]})" if notes else "")
