@@ -53,6 +53,7 @@ from phalanx.plan.plan import Plan
 from phalanx.resilience.fault import fault_listener
 from phalanx.resilience.guards import SkippedStepsGuard
 from phalanx.train.generate import generate
+from phalanx.train.gpu_room import missing_room
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.state import TrainState
 from phalanx.train.stop import StopFlags
@@ -165,6 +166,7 @@ def _train(
         if plan.zero_stage >= 2:
             importlib.import_module("torch._dynamo")  # as FSDP's first use does: 100 MB of torch, not of training
         meter.start(mesh.device)
+        lacks = missing_room(mesh, plan)
         checkpoints = open_store(
             run_dir, job.checkpoint.url, say=lambda why: bus.emit(Note("store_is_slow", {"why": why}))
         )
@@ -200,6 +202,8 @@ def _train(
             )
             if mesh.rank == 0:
                 bus.emit(_run_started(job, plan, mesh, state, restored, run.started_s))
+                if lacks:
+                    bus.emit(Note("warning", {"warning": "little_room", "text": lacks}))
                 for warning in plan.warnings:
                     bus.emit(Note("warning", {"warning": warning.code, "text": warning.text}))
                 say_batch_change(job, plan, state, bus)
