@@ -8,20 +8,30 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from models import BATCH, fill, global_batches, plan
+from phalanx.checkpoint.manifest import list_checkpoints
+from phalanx.checkpoint.stores.local import LocalStore
+from phalanx.core.phases import Phases
+from phalanx.job.schema import Optim
 from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import causal_cross_entropy
+from phalanx.optim.build import build_optimizer
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.plan import Plan
+from phalanx.train.generate import generate
+from phalanx.train.state import TrainState
 from ranks import run_ranks
 from second_device import CUDA, second_device
 
@@ -150,11 +160,59 @@ def counted() -> dict[int, list[dict[str, Any]]]:
 @pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_waits_for_its_facts_alone(name: str, counted: dict[int, list[dict[str, Any]]]) -> None:
-    case = CASES[name]
-    for found in counted[case.ranks]:
+    require_waits(name, counted[CASES[name].ranks])
+
+
+def test_a_step_of_one_rank_waits_for_its_facts_alone() -> None:
+    require_waits("one rank", run_ranks(1, of_all, ["one rank"]))
+
+
+def require_waits(name: str, of_ranks: list[dict[str, Any]]) -> None:
+    for found in of_ranks:
         if isinstance(found[name], str):
             pytest.fail(found[name], pytrace=False)
         of_step, of_evaluation, allowed = found[name]
         assert sum(of_step.values()) == allowed, of_step
         assert any(what.startswith(FACTS) for what in of_step), of_step
         assert sum(of_evaluation.values()) <= allowed, of_evaluation
+
+
+def used(rank: int, root: Path, parallel: dict[str, Any], place: str) -> tuple[list[int], dict[str, torch.Tensor]]:
+    """Tokens that a trained model writes, and its weights after they were saved and read into another one."""
+    case = Case(parallel)
+    batches, a_plan = global_batches(1), plan(dist.get_world_size() if dist.is_initialized() else 1, 2, **parallel)
+    with open_mesh(a_plan.layout, device="cpu") as here, second_device() if place == "device" else nullcontext():
+        mesh = replace(here, device=CUDA) if place == "device" else here
+
+        def state() -> TrainState:
+            model = parallelize(module_of(case, a_plan), a_plan, mesh, seed=3)
+            return TrainState(model, build_optimizer(model, Optim(lr=1e-2)), 0)
+
+        one = state()
+        one.model.finish_step(one.model.forward_backward(own(batches, one.model)[0], OBJECTIVE), max_norm=1.0)
+        one.model.update(one.optimizer)
+        one.step = 1
+        tokens = generate(one.model, [1, 2, 3], num_tokens=4, context=8, seed=5)
+        one.save(LocalStore(root / place / "checkpoints"), job_digest="0", phases=Phases())
+        other = state()  # of the weights before the step
+        other.restore(list_checkpoints(root / place)[-1], phases=Phases())
+        before, after = ({n: s.tensor.cpu().clone() for n, s in each.shards().items()} for each in (one, other))
+        assert {str(shard.tensor.device) for shard in other.model.shards().values()} == {str(mesh.device)}
+    assert {name for name in before.keys() | after.keys() if not torch.equal(before[name], after[name])} == set()
+    return tokens, after
+
+
+def used_in_both(rank: int, root: Path, parallel: dict[str, Any]) -> Any:
+    return [used(rank, root, parallel, place) for place in ("device", "host")]
+
+
+@pytest.mark.parametrize(
+    "parallel", [{}, pytest.param({"dp_shard": 2, "zero_stage": 3}, marks=pytest.mark.long)], ids=["one rank", "zero3"]
+)
+def test_text_and_checkpoints_are_those_of_the_host(parallel: dict[str, Any], tmp_path: Path) -> None:
+    """Nothing of them mixes tensors of both places, and a checkpoint of one is read by the other."""
+    for (tokens, weights), (tokens_of_host, weights_of_host) in run_ranks(
+        parallel.get("dp_shard", 1), used_in_both, tmp_path, parallel
+    ):
+        assert tokens == tokens_of_host
+        torch.testing.assert_close(weights, weights_of_host, rtol=1e-3, atol=1e-4)  # other kernels of the CPU
