@@ -508,7 +508,10 @@ S3_FAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", list(S3_FAULTS))
+LONG = ("in the middle of a file", "the manifest")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in S3_FAULTS])
 def test_what_fails_for_a_while_is_tried_again_and_said(name: str, server: Server, tmp_path: Path) -> None:
     said: list[str] = []
     store = ObjectStore.open(f"s3://{BUCKET}/{name}", say=said.append, patience=Patience(first_wait_s=0.01))
@@ -521,7 +524,14 @@ def test_what_fails_for_a_while_is_tried_again_and_said(name: str, server: Serve
     require_whole(store.folders()[0], whole)
 
 
-@pytest.mark.parametrize("name", ["writing", "in the middle of a file", "the manifest", "listing"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "in the middle of a file",
+        "listing",
+        *(pytest.param(n, marks=pytest.mark.long) for n in ("writing", "the manifest")),
+    ],
+)
 def test_what_fails_for_good_is_an_error_and_leaves_the_old_checkpoint(name: str, server: Server) -> None:
     said: list[str] = []
     store = ObjectStore.open(f"s3://{BUCKET}/for good {name}", say=said.append, patience=Patience(3, 0.01))

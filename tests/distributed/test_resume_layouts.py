@@ -58,7 +58,6 @@ Degrees = dict[str, int]
 FEW: dict[int, dict[str, Degrees]] = {
     1: {"one": {}},
     2: {"zero1": {"dp_shard": 2, "zero_stage": 1}},
-    3: {"zero3": {"dp_shard": 3, "zero_stage": 3}},
     4: {"hsdp": {"dp_replicate": 2, "dp_shard": 2, "zero_stage": 3}},
 }
 PAIR: dict[int, dict[str, Degrees]] = {1: {"one": {}}, 3: {"ddp": {"dp_replicate": 3}}}
@@ -70,7 +69,11 @@ MANY: dict[int, dict[str, Degrees]] = {
         "zero3": {"dp_shard": 2, "zero_stage": 3},
         **FEW[2],
     },
-    3: {"ddp": {"dp_replicate": 3}, "zero1": {"dp_shard": 3, "zero_stage": 1}, **FEW[3]},
+    3: {
+        "ddp": {"dp_replicate": 3},
+        "zero1": {"dp_shard": 3, "zero_stage": 1},
+        "zero3": {"dp_shard": 3, "zero_stage": 3},
+    },
     4: {"zero2": {"dp_shard": 4, "zero_stage": 2}, "zero3": {"dp_shard": 4, "zero_stage": 3}, **FEW[4]},
     6: {"hsdp": {"dp_replicate": 2, "dp_shard": 3, "zero_stage": 2}},
     8: {"hsdp": {"dp_replicate": 4, "dp_shard": 2, "zero_stage": 3}, "zero3": {"dp_shard": 8, "zero_stage": 3}},
