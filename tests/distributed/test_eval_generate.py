@@ -179,6 +179,18 @@ def test_a_model_of_your_own_generates(folder: Path) -> None:
     (text,) = facts_of(run("generate", "own", "--prompt", "x", "--tokens", "5", "--json", cwd=folder))["texts"]
     assert len(text["tokens"]) == 5
     assert facts_of(run("eval", "own", "--json", cwd=folder))["num_targets"] == 512
+    with open(folder / "own_model.py", "a") as file:
+        file.write("\n\nimport os, signal\n\n\ndef build(made=build):\n    if os.environ.get('RANK'):\n")
+        file.write("        os.kill(os.getpid(), signal.SIGKILL)\n    return made()\n")
+    for verb, doing in ((("eval", "own"), "evaluating"), (("generate", "own", "--prompt", "x"), "generating")):
+        done = run(*verb, cwd=folder)
+        assert done.code == 1
+        said, log = [line for line in done.err.splitlines() if line.startswith(("rank", "log"))]
+        assert said.startswith(f"rank 0 was killed by SIGKILL while {doing}")
+        scratch = Path(log.removeprefix("log: ")).parents[1]
+        left = [path.name for path in scratch.iterdir()]
+        shutil.rmtree(scratch)
+        assert left == ["logs"]
 
 
 @pytest.fixture

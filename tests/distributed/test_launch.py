@@ -225,6 +225,16 @@ def test_the_restart_budget_names_the_last_cause(run: Run) -> None:
     assert "rank 0 failed at step 31 in backward: ValueError: boom 1" in first
 
 
+def test_ranks_without_steps_are_started_once_and_no_budget_is_blamed(run: Run) -> None:
+    outcome = run.supervise("killed_once", stepless="evaluating")
+    assert (outcome.exit_code, outcome.status, outcome.attempts) == (1, "failed", 1)
+    first = outcome.message.splitlines()[0]
+    assert re.fullmatch(
+        r"rank [01] was killed by SIGKILL while evaluating \(possibly by the kernel's .* killer\)", first
+    )
+    assert "restart" not in outcome.message
+
+
 def test_a_segfault_shows_its_stack(run: Run) -> None:
     outcome = run.supervise("segfaults", max_restarts=0)
     assert outcome.exit_code == 10

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from commands import environment
+from phalanx.core import uncaught
 
 OWN_LOOP = Path(__file__).parents[2] / "examples" / "own_loop.py"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -90,3 +93,22 @@ def test_a_traceback_is_there_for_whoever_asks(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import phalanx\nphalanx.load_job(None, ['a=1'])\n")
     code, _, everything = run_python("mine.py", cwd=tmp_path, PHALANX_TRACEBACK="1")
     assert (code, "Traceback" in everything) == (1, True)
+
+
+def test_one_of_the_ranks_speaks_whatever_the_clock_on_the_wall_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv(uncaught.ERROR_FILE, str(tmp_path / "attempt" / "0" / "error.json"))
+    (tmp_path / "attempt").mkdir()
+    assert [uncaught._is_first_to_say("no") for _ in range(2)] == [True, False]
+    (marker,) = (tmp_path / "attempt").iterdir()
+    os.utime(marker, (time.time() - 86_400,) * 2)  # the clock was set forward since: these are the same ranks
+    assert not uncaught._is_first_to_say("no")
+    clock, said_s = marker.read_text().split()
+    marker.write_text(f"{clock} {float(said_s) - 2 * uncaught.STALE_S}")
+    os.utime(marker, (time.time() + 86_400,) * 2)  # and backward: those were ranks before these
+    assert [uncaught._is_first_to_say("no") for _ in range(2)] == [True, False]
+    marker.write_text(f"another-boot {said_s}")
+    assert uncaught._is_first_to_say("no")
+    assert list((tmp_path / "attempt").iterdir()) == [marker]

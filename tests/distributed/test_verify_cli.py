@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,17 @@ from phalanx.verify.cases import all_layouts, compressed_layouts
 
 OWN = """
 import os
+import resource
 
 import torch
 from torch import nn
 
 
 class Model(nn.Module):
-    def __init__(self, by_rank, dropout, crash):
+    def __init__(self, by_rank, dropout, crash, full):
         super().__init__()
+        if full and "RANK" in os.environ:  # a disk that takes no more, as far as a rank can tell
+            resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
         self.embed = nn.Embedding(256, 16)
         self.drop = nn.Dropout(dropout)
         self.head = nn.Linear(16, 256)
@@ -33,8 +37,8 @@ class Model(nn.Module):
         return self.head(hidden * (1 + 0.5 * rank * self.by_rank))
 
 
-def build(by_rank=0, dropout=0.0, crash=0):
-    return Model(by_rank, dropout, crash)
+def build(by_rank=0, dropout=0.0, crash=0, full=0):
+    return Model(by_rank, dropout, crash, full)
 """
 
 
@@ -104,7 +108,25 @@ def test_a_crash_is_a_row_and_exit_11(tmp_path: Path) -> None:
     assert done.code == 11
     rows = rows_of(done.out)
     assert [row["ok"] for row in rows] == [False, False]
-    assert "17" in str(rows[0]["crashed"])
+    first = str(rows[0]["crashed"]).splitlines()
+    assert first[0].startswith("rank 1 exited with code 17 while judging layouts")
+    assert not any("restart" in line for line in first)
+    log = Path(first[-1].removeprefix("log: "))
+    scratch = log.parents[1]
+    left = {path.name for path in scratch.iterdir()}
+    is_there = log.is_file()
+    shutil.rmtree(scratch)
+    assert (is_there, left) == (True, {"logs"})  # what is named is there, and nothing else
+
+
+def test_a_disk_that_takes_no_more_is_exit_7_and_no_layout_is_blamed(tmp_path: Path) -> None:
+    own(tmp_path)
+    done = run("verify", "model.kind=own:build", "model.args={full = 1}", "--ranks", "2", cwd=tmp_path)
+    assert done.code == 7, done.out
+    assert "refused" not in done.out
+    assert "failed while writing the reference (File too large); raise the limit" in done.problem
+    where = Path(done.problem.removeprefix("phalanx: ").partition(": ")[0])
+    assert not where.parent.exists()  # nothing names it but this line: it is gone
 
 
 def test_refusals(tmp_path: Path) -> None:

@@ -7,20 +7,25 @@ import errno
 import os
 import resource
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from phalanx.core.errors import ExitCode, ResourceError, UsageError
 from phalanx.core.files import (
+    REFUSALS_THAT_LAST,
     check_name,
+    disk_problem,
     open_run_directory,
     read_json,
     resource_error,
     write_bytes_atomic,
     write_json_atomic,
 )
+from phalanx.core.library_errors import os_error_of
 
 
 def test_json_comes_back_and_replaces_what_was_there(tmp_path: Path) -> None:
@@ -77,6 +82,91 @@ def test_errors_of_the_system_say_what_and_where(number: int, words: str) -> Non
     assert words in str(error)
     assert "/runs/a" in str(error)
     assert "\n" not in str(error)
+
+
+def write_safetensors(path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"x": torch.zeros(1000)}, path)
+
+
+def write_tokenizer(path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {str(number): number for number in range(1000)}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="0")).save(str(path))
+
+
+def write_parquet(path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    import pyarrow as arrow
+    from pyarrow import parquet
+
+    parquet.write_table(arrow.table({"x": np.random.default_rng(0).random(1000)}), path)
+
+
+def write_pickled(path: Path) -> None:
+    torch.save(torch.zeros(1000), path, _use_new_zipfile_serialization=False)
+
+
+CUT_SHORT = None  # these libraries do not tell why
+WRITERS: dict[Callable[[Path], None], int | None] = {
+    write_safetensors: errno.EFBIG,
+    write_tokenizer: errno.EFBIG,
+    write_pickled: errno.EFBIG,
+    lambda path: torch.save(torch.zeros(1000), path): CUT_SHORT,
+    lambda path: np.zeros(1000).tofile(path): CUT_SHORT,
+}
+
+
+@pytest.mark.parametrize("write", list(WRITERS))
+def test_what_a_disk_said_to_a_library_is_heard(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    with small_files(), pytest.raises(Exception) as caught:
+        write(tmp_path / "file")
+    assert not (isinstance(caught.value, OSError) and caught.value.errno)  # that would need no words
+    found = os_error_of(caught.value, REFUSALS_THAT_LAST)
+    assert isinstance(found, OSError), repr(caught.value)
+    assert found.errno == WRITERS[write]
+
+
+def test_arrow_has_the_number_itself(tmp_path: Path) -> None:
+    with small_files(), pytest.raises(OSError) as caught:
+        write_parquet(tmp_path / "file")
+    assert caught.value.errno == errno.EFBIG
+
+
+def test_a_library_that_our_code_calls_is_exit_7_and_one_that_the_users_calls_is_not(tmp_path: Path) -> None:
+    from phalanx.verify.trace import _save
+
+    with small_files(), pytest.raises(Exception, match="os error 27") as caught:
+        _save(tmp_path / "initial", {"x": torch.zeros(1000)})
+    problem = disk_problem(caught.value, "writing the reference", where=tmp_path / "phalanx-scratch-verify-a1b2c3d4")
+    assert isinstance(problem, ResourceError)
+    assert problem.where == str(tmp_path / "phalanx-scratch-verify-a1b2c3d4")
+    assert "(File too large); raise the limit" in str(problem)
+    with small_files(), pytest.raises(Exception, match="os error 27") as caught:
+        write_safetensors(tmp_path / "theirs")  # no frame of ours is on the way
+    assert disk_problem(caught.value, "training") is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("No space left on device (os error 28)"),
+        RuntimeError("shape '[2, 28]' is invalid for input of size 28"),
+        RuntimeError("[gloo/transport/tcp/pair.cc:534] writev: Input/output error"),
+        Exception("no such file (os error 2)"),
+        OSError(errno.ENOENT, "No space left on device"),
+    ],
+)
+def test_words_that_are_no_refusal_of_a_disk(error: Exception) -> None:
+    assert os_error_of(error, REFUSALS_THAT_LAST) is None
+
+
+def test_a_folder_for_a_while_is_mended_by_TMPDIR() -> None:
+    full = resource_error(OSError(errno.ENOSPC, "full"), "saving", "/tmp/phalanx-scratch-eval-abcd_123/rows.jsonl")
+    assert full.fix == "free space there, or choose another TMPDIR"
+    unwritable = resource_error(OSError(errno.EROFS, "ro"), "saving", "/tmp/phalanx-scratch-eval-abcd_123/logs")
+    assert unwritable.fix == "make it writable, or choose another TMPDIR"
 
 
 def test_a_run_directory_is_made_with_its_parents_and_left_empty(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +15,10 @@ from torch import nn
 
 from models import plan
 from phalanx.core.errors import DataError, LayoutError
+from phalanx.job.foreign import probe_foreign_shape
 from phalanx.mesh.mesh import Mesh
 from phalanx.nn.objective import classification_cross_entropy
-from phalanx.nn.probe import describe
+from phalanx.nn.probe import describe, refusing_silent_exits
 from phalanx.parallel.calling import call_with_batch
 from phalanx.parallel.dp_replicate import _ExposedWait
 from phalanx.parallel.model import ParallelModel
@@ -214,3 +217,37 @@ def test_parameters_without_a_part_in_the_loss_are_counted_and_three_are_named(n
     with pytest.raises(LayoutError, match=said) as caught:
         watch.disarm()
     assert all(f" {name}" in caught.value.what for name in ("0", "1", "2")[:num_unused])
+
+
+class LeftError(BaseException):
+    """In place of the end of a process."""
+
+
+def test_a_module_that_leaves_the_process_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def leave(status: int) -> None:
+        raise LeftError(status)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    source = compile("import os\n\nos._exit(0)", tmp_path / "leaves.py", "exec")
+    with refusing_silent_exits(), pytest.raises(LeftError, match="1"):
+        exec(source)
+    assert capsys.readouterr().err == "leaves.py:3: os._exit(0) was called before the model was built\n"
+    with refusing_silent_exits():
+        monkeypatch.setattr(os, "getpid", lambda: -1)  # a child, which ends so after a fork
+        with pytest.raises(LeftError, match="0"):
+            exec(source)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.long
+def test_leaving_is_refused_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "leaves.py").write_text("import os\n\nos._exit(0)\n")
+    with pytest.raises(LayoutError, match=r"leaves.py:3: os._exit\(0\) was called before the model was built"):
+        probe_foreign_shape("leaves:build", {})
+    (tmp_path / "says_bye.py").write_text(
+        "import atexit\nimport torch\n\natexit.register(print, 'bye')\nbuild = lambda: torch.nn.Linear(2, 3)\n"
+    )
+    assert probe_foreign_shape("says_bye:build", {}).num_params == 9

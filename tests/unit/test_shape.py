@@ -289,15 +289,18 @@ def test_foreign_cache_that_cannot_be_written(probe, tmp_path):
     assert probe_foreign_shape("my_model:build", {}, tmp_path / "file", probe_module="a_probe").num_params == 100
 
 
+ENDED = "the process ended before the model was built: by C's exit, an exec or the like in your code"
+
+
 @pytest.mark.parametrize(
     ("body", "why"),
     [
         ("raise ValueError('width is missing')", "ValueError: width is missing"),
         ("sys.exit(3)", "the process ended with 3"),
-        ("print('hello')", "the probe printed 'hello' instead of its answer"),
-        ("print('{}')", "the probe printed '{}' instead of its answer"),
-        ("print('[]')", "the probe printed '[]' instead of its answer"),
-        ("pass", "the probe printed '' instead of its answer"),
+        ("print('hello')", f"{ENDED}; its last words: 'hello'"),
+        ("print('{}')", f"{ENDED}; its last words: '{{}}'"),
+        ("print('[]')", f"{ENDED}; its last words: '[]'"),
+        ("pass", ENDED),
     ],
 )
 def test_foreign_failure(probe, body, why):

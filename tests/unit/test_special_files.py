@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from test_retention import save
 
@@ -19,8 +21,18 @@ from phalanx.checkpoint.locks import LOCK_NAME, hold_run_lock
 from phalanx.cli import _app
 from phalanx.core.disk import Disk, write_bytes_durably
 from phalanx.core.errors import ResourceError
-from phalanx.core.files import append_regular, open_regular, read_json, read_regular, regular_path
-from phalanx.launch.paths import blank_out_logs
+from phalanx.core.files import (
+    append_regular,
+    open_regular,
+    open_run_directory,
+    read_json,
+    read_regular,
+    regular_path,
+    write_bytes_atomic,
+)
+from phalanx.data.shards import ShardWriter
+from phalanx.launch.paths import blank_out_logs, clear_black_boxes, refuse_linked_folders
+from phalanx.observe.sinks._metrics import kept_id
 
 SOURCE = Path(phalanx.__file__).parent
 DEADLINE_S = 60  # a hang is for ever; this is for slow machines
@@ -254,7 +266,9 @@ OURS = {
     "verify/rank.py": "writes into a folder made for it",
     "verify/trace.py": "reads what our own ranks wrote, in a folder made for it",
     "verify/trace_facts.py": "reads what our own ranks wrote, in a folder made for it",
-    "data/shards.py": "writes a new file",
+    "verify/suggest.py": "writes what the command reads, in a temporary folder",
+    "cli/_exchange.py": "writes into a temporary folder",
+    "core/uncaught.py": "writes the file that a launcher made for it",
     "cli/_generate.py": "reads what its own rank writes, in a temporary folder",
     "cli/_subject_rank.py": "writes what the command reads, in a temporary folder",
     "mesh/cpu_kind.py": "reads /proc",
@@ -265,6 +279,7 @@ OURS = {
     "data/rows_arrow.py": "maps the file that regular_path checked",
 }
 READERS = {"read_text", "read_bytes", "memmap", "open_memmap", "fromfile", "safe_open", "memory_map", "from_file"}
+WRITERS = {"write_text", "write_bytes"}
 
 
 def bare_reads(tree: ast.Module) -> Iterator[int]:
@@ -280,7 +295,7 @@ def bare_reads(tree: ast.Module) -> Iterator[int]:
             "io.open",
         )
         of_a_file = name == "memmap" and ast.unparse(node.args[0]) == "file"  # which was opened by the seam
-        if (is_builtin_open or is_load or name in READERS) and not of_a_file:
+        if (is_builtin_open or is_load or name in READERS | WRITERS) and not of_a_file:
             yield node.lineno
 
 
@@ -294,17 +309,78 @@ def test_files_are_opened_by_one_seam() -> None:
     assert OURS.keys() - found.keys() == set(), "no longer needed"
 
 
+def write_shard(path: Path) -> None:
+    with ShardWriter(path, "<u2", 300, "digest") as shard:
+        shard.begin_document(1)
+        shard.write(np.arange(5))
+        shard.commit()
+
+
+# The name under which a new file is written first, and who writes it.
+NEW_FILES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "durably": (".epoch.partial", lambda path: write_bytes_durably(Disk(), path, b"7")),
+    "atomic": (f".epoch.{os.getpid()}.partial", lambda path: write_bytes_atomic(path, b"7")),
+    "shard": (f".epoch.{os.getpid()}.partial", write_shard),
+    "probe": (f".writable.{os.getpid()}", lambda path: open_run_directory(path.parent)),
+}
+
+
 @pytest.mark.parametrize("left", ["fifo", "link", "file"])
-def test_what_lies_where_a_file_is_made_is_removed(left: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("writer", NEW_FILES)
+def test_what_lies_where_a_file_is_made_is_removed(writer: str, left: str, tmp_path: Path) -> None:
     """A pipe would be waited for without end, and what a link leads to is somebody else's."""
-    partial, other = tmp_path / ".epoch.partial", tmp_path / "other"
+    name, write = NEW_FILES[writer]
+    partial, other = tmp_path / name, tmp_path / "other"
     other.write_text("theirs")
     {"fifo": os.mkfifo, "link": lambda path: path.symlink_to(other), "file": Path.touch}[left](partial)
-    write_bytes_durably(Disk(), tmp_path / "epoch", b"7")
-    assert not (tmp_path / "epoch").is_symlink()
-    assert (tmp_path / "epoch").read_bytes() == b"7"
+    write(tmp_path / "epoch")
     assert other.read_text() == "theirs"
     assert not os.path.lexists(partial)
+    if writer != "probe":
+        assert not (tmp_path / "epoch").is_symlink()
+        assert writer == "shard" or (tmp_path / "epoch").read_bytes() == b"7"
+
+
+def test_an_id_of_curves_is_not_written_behind_a_link(tmp_path: Path) -> None:
+    (tmp_path / "run-id").symlink_to(tmp_path / "other")
+    assert kept_id(tmp_path / "run-id", "7") == ("7", True)
+    assert kept_id(tmp_path / "run-id", "8") == ("7", False)
+    assert os.listdir(tmp_path) == ["run-id"]
+
+
+@pytest.mark.parametrize("name", ["logs", "events", "blackbox", "data"])
+def test_a_folder_that_a_resumed_job_writes_to_is_no_link(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    for folder in (run, other / "source-0"):
+        folder.mkdir(parents=True)
+    for file in ("rank-0000", "source-0/tokens"):
+        (other / file).write_text("theirs")
+    (run / "job.json").write_text(json.dumps(phalanx.load_job(None, ["data.source=nowhere"]).to_json()))
+    (run / "checkpoints").symlink_to(other)  # which may be one
+    (run / name).symlink_to(other)
+    assert _app.run(["train", "--resume", str(run)]) == 7
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"phalanx: {run / name}: it is a link to {other} (a job removes and writes files there); ")
+    assert sorted(path.name for path in run.iterdir()) == sorted(["checkpoints", "job.json", name])
+    assert [(other / file).read_text() for file in ("rank-0000", "source-0/tokens")] == ["theirs"] * 2
+
+
+def test_links_that_users_make_are_none_of_our_business(tmp_path: Path) -> None:
+    (tmp_path / "disk" / "run").mkdir(parents=True)
+    (tmp_path / "disk" / "checkpoints").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "disk" / "run")
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "disk" / "checkpoints")
+    (tmp_path / "run" / "data").symlink_to(tmp_path / "disk")  # of a run that has its data
+    refuse_linked_folders(tmp_path / "run")
+
+
+def test_a_folder_in_place_of_a_black_box_stays(tmp_path: Path) -> None:
+    (tmp_path / "blackbox" / "rank-0000").mkdir(parents=True)
+    (tmp_path / "blackbox" / "rank-0001").touch()
+    clear_black_boxes(tmp_path)
+    assert [path.name for path in (tmp_path / "blackbox").iterdir()] == ["rank-0000"]
 
 
 def test_sizes_of_logs_that_no_log_has_are_ignored(tmp_path: Path) -> None:

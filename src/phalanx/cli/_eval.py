@@ -12,9 +12,11 @@ from typing import Any
 from phalanx.cli._arguments import split_arguments
 from phalanx.cli._checkpoint_output import refusing, tell
 from phalanx.cli._json import print_json
+from phalanx.cli._launched import refuse_launched_ranks
 from phalanx.cli._progress import ProgressLine
+from phalanx.cli._scratch import scratch_directory
 from phalanx.cli._subject import DATA_KEYS, Subject, describe_ranks, open_subject
-from phalanx.cli._subject_run import require_result, run_ranks, scratch_directory
+from phalanx.cli._subject_run import require_result, run_ranks
 from phalanx.cli._tokens import find_tokens
 from phalanx.core.errors import CheckpointError, DataError, ExitCode, UsageError
 from phalanx.core.files import read_json
@@ -53,7 +55,9 @@ class Evaluated:
 def evaluate(place: str, arguments: Sequence[str], *, best: bool, as_json: bool) -> int:
     """The verb. Raises PhalanxError for what a user can mend; returns the exit code."""
     began = time.monotonic()
-    with refusing(as_json), scratch_directory("eval") as directory:
+    with refusing(as_json), scratch_directory("eval") as scratch:
+        refuse_launched_ranks("eval")
+        directory = scratch.directory
         job_file, overrides = split_arguments(arguments)
         subject = open_subject(place, job_file, overrides, best=best, sections=SECTIONS, alone=False)
         subject = _with_tokens_to_evaluate(subject)
@@ -70,7 +74,7 @@ def evaluate(place: str, arguments: Sequence[str], *, best: bool, as_json: bool)
                 tell(f"warning {warning.text}")
         with ProgressLine("evaluating") as line:
             more = {"data_dir": str(data.corpus.directory.absolute()), "split": data.split}
-            code = run_ranks("evaluate", subject, plan, directory, more, lambda: _show(directory / PROGRESS, line))
+            code = run_ranks("evaluate", subject, plan, scratch, more, lambda: _show(directory / PROGRESS, line))
         if code != ExitCode.OK:
             return code
         require_result(directory / RESULT)

@@ -12,9 +12,11 @@ from typing import Any
 from phalanx.cli._arguments import split_arguments
 from phalanx.cli._checkpoint_output import refusing, tell
 from phalanx.cli._json import print_json
+from phalanx.cli._launched import refuse_launched_ranks
 from phalanx.cli._output import silence
+from phalanx.cli._scratch import scratch_directory
 from phalanx.cli._subject import Subject, describe_ranks, open_subject
-from phalanx.cli._subject_run import require_result, run_ranks, scratch_directory
+from phalanx.cli._subject_run import require_result, run_ranks
 from phalanx.core.errors import CheckpointError, DataError, ExitCode, LayoutError, UsageError
 from phalanx.core.printable import printable
 from phalanx.core.units import format_seconds, plural
@@ -54,7 +56,8 @@ class Text:
 
 def generate(request: Request) -> int:
     """The verb. Raises PhalanxError for what a user can mend; returns the exit code."""
-    with refusing(request.as_json), scratch_directory("generate") as directory:
+    with refusing(request.as_json), scratch_directory("generate") as scratch:
+        refuse_launched_ranks("generate")
         job_file, overrides = split_arguments(request.arguments)
         subject = open_subject(
             request.checkpoint, job_file, overrides, best=request.best, sections=SECTIONS, alone=True
@@ -64,7 +67,7 @@ def generate(request: Request) -> int:
         if plan.model_shape.reads_images:
             raise LayoutError("this model does not generate", why="it reads images", where=subject.name)
         texts = [_prompt(text, tokenizer, plan) for text in _prompts(request)]
-        stream = _Stream(texts, tokenizer, directory / TOKENS, shows=not request.as_json)
+        stream = _Stream(texts, tokenizer, scratch.directory / TOKENS, shows=not request.as_json)
         if not request.as_json:
             tell(f"model   {subject.name}, on {describe_ranks(subject, plan)}", as_problem=True)
         more = {
@@ -75,11 +78,11 @@ def generate(request: Request) -> int:
             "end": tokenizer.end_of_document if tokenizer is not None else None,
             "sampling": {**request.sampling, "num_choices": tokenizer.vocab_size if tokenizer is not None else None},
         }
-        code = run_ranks("continue_texts", subject, plan, directory, more, stream.poll)
+        code = run_ranks("continue_texts", subject, plan, scratch, more, stream.poll)
         stream.poll()
         if code != ExitCode.OK:
             return code
-        require_result(directory / TOKENS)
+        require_result(scratch.directory / TOKENS)
     if request.as_json:
         print_json("generate", _facts(request, subject, plan, texts, tokenizer), indent=1)
     else:

@@ -42,7 +42,7 @@ from phalanx.job.foreign import foreign_shape
 from phalanx.job.model import fixed_vocab_size, refuse_other_data
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
-from phalanx.launch.paths import next_attempt
+from phalanx.launch.paths import next_attempt, refuse_linked_folders
 from phalanx.launch.supervisor import Outcome
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import RunFinished, RunStarted
@@ -55,6 +55,7 @@ from phalanx.plan.precision import keep_precision, with_precision
 from phalanx.report.page import write_report
 
 CHECKPOINT_BYTES_PER_PARAM = 12  # fp32 weights and two moments
+DATA = "data"  # in RUN
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ class Prepared:
 def prepared_run(job: Job, run_dir: Path, *, resume: bool, num_ranks: int | None) -> Iterator[Prepared]:
     """Plan, lock the run directory and prepare the data. What cannot start leaves nothing behind."""
     _refuse_a_run_that_is_there(run_dir, resume)
+    is_prepared = (run_dir / DATA / MANIFEST).exists()
+    refuse_linked_folders(run_dir, more=[DATA] if resume and not is_prepared else [])
     cluster = detect_cluster(job.cluster.device)
     before = plan_of_run(run_dir) if resume else None
     if before is not None and job.precision.compute == "auto":  # started again with the job file: the run has begun
@@ -88,11 +91,11 @@ def prepared_run(job: Job, run_dir: Path, *, resume: bool, num_ranks: int | None
     if not resume:
         find_initial(job.model, told_shape(job))  # weights that are not there or do not fit: before data is prepared
     make_plan(job, cluster=cluster, num_ranks=num_ranks, shape=shape)  # refuse a bad layout before writing anything
-    tokens = find_tokens(job, is_prepared=(run_dir / "data" / MANIFEST).exists())
+    tokens = find_tokens(job, is_prepared=is_prepared)
     with _new_run_directory(run_dir) as (lock, keep), _store_held(job, run_dir, resume):
-        is_new = not (run_dir / "data" / MANIFEST).exists()
+        is_new = not (run_dir / DATA / MANIFEST).exists()
         fixed_size = fixed_vocab_size(job.model)
-        corpus = prepare_corpus(job.data, run_dir / "data", vocab_size=fixed_size, default_tokenizer=tokens.default)
+        corpus = prepare_corpus(job.data, run_dir / DATA, vocab_size=fixed_size, default_tokenizer=tokens.default)
         unverified = verify_corpus(corpus, is_new=is_new)
         vocab_size = fixed_size or corpus.vocab_size
         plan = make_plan(

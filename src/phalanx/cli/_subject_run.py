@@ -4,49 +4,30 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from phalanx.cli._launched import refuse_launched_ranks
+from phalanx.cli._scratch import Scratch
 from phalanx.cli._subject import Subject
-from phalanx.core.errors import (
-    CheckpointError,
-    DataError,
-    EnvironmentProblem,
-    ExitCode,
-    LayoutError,
-    NumericsError,
-    PhalanxError,
-    ResourceError,
-)
+from phalanx.core.errors import ExitCode, PhalanxError
 from phalanx.core.secrets import Redactor
 from phalanx.job.hugging_face import preloaded
 from phalanx.launch.supervisor import LaunchSpec, supervise
 from phalanx.observe.bus import Bus
 from phalanx.plan.plan import Plan
 
-KINDS = (LayoutError, DataError, CheckpointError, EnvironmentProblem, ResourceError, NumericsError)
-
-
-@contextmanager
-def scratch_directory(verb: str) -> Iterator[Path]:
-    """A directory for what ranks leave, gone afterwards. Ends a rank of another launcher."""
-    refuse_launched_ranks(verb)
-    with tempfile.TemporaryDirectory(prefix=f"phalanx-{verb}-") as directory:
-        yield Path(directory)
+DOING = {"evaluate": "evaluating", "continue_texts": "generating"}
 
 
 def run_ranks(
-    entry: str, subject: Subject, plan: Plan, directory: Path, more: dict[str, Any], on_tick: Callable[[], None]
+    entry: str, subject: Subject, plan: Plan, scratch: Scratch, more: dict[str, Any], on_tick: Callable[[], None]
 ) -> int:
     """Run `entry` of phalanx.cli._subject_rank on the plan's ranks; the exit code is that of a person's stop, or 0.
 
     Raises the PhalanxError that a rank raised; any other error's traceback is printed, and its exit code returned.
     """
-    manifest = subject.manifest
+    manifest, directory = subject.manifest, scratch.directory
     payload = {
         "job": subject.job.to_json(),
         "plan": plan.to_json(),
@@ -62,7 +43,7 @@ def run_ranks(
         num_ranks=plan.world_size,
         run_dir=directory,
         preload=("torch", "torch._dynamo", "phalanx.cli._subject_rank", *preloaded(subject.job.model.kind)),
-        max_restarts=0,
+        stepless=DOING[entry],
         grace_s=1.0,
     )
     bus = Bus(rank=-1, attempt=0, run_dir=directory)
@@ -70,11 +51,10 @@ def run_ranks(
         outcome = supervise(spec, bus=bus, on_tick=on_tick, say=lambda line: None)
     finally:
         bus.close()
+    if (refusal := scratch.refusal_of(outcome)) is not None:
+        raise refusal
     if outcome.status == "failed":
-        kind = next((kind for kind in KINDS if kind.exit_code == outcome.exit_code), None)
-        if kind is not None and "\n" not in outcome.message:
-            raise kind(outcome.message)
-        print(Redactor(os.environ).text(outcome.message), file=sys.stderr)
+        print(Redactor(os.environ).text(scratch.message_of(outcome)), file=sys.stderr)
         return outcome.exit_code or ExitCode.INTERNAL
     return outcome.exit_code
 

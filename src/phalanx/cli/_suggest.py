@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from phalanx.cli._arguments import split_arguments
 from phalanx.cli._json import print_json
+from phalanx.cli._scratch import scratch_directory
 from phalanx.cli._verify import Request, verify
 from phalanx.core.errors import LayoutError, PhalanxError
 from phalanx.core.files import read_json
@@ -56,17 +55,17 @@ def _look(job: Job) -> dict[str, Any]:
     body["parallel"] |= dict.fromkeys(("tp", "dp_replicate", "dp_shard", "zero_stage", "sequence_parallel"), None)
     job = Job.model_validate_json(json.dumps(body | {"parallel": body["parallel"] | {"ranks": 1, "rules": {}}}))
     plan = make_plan(job, cluster=detect_cluster("cpu"), vocab_size=SMALL_VOCAB, num_ranks=1, shape=foreign_shape(job))
-    with tempfile.TemporaryDirectory(prefix="phalanx-suggest-") as directory:
-        run_dir, data_dir = Path(directory), ""
+    with scratch_directory("suggest") as scratch:
+        run_dir, data_dir = scratch.directory, ""
         if is_own_dataset(job.data.source) and not job.data.mixture:
             data_dir = str(prepare_corpus(job.data, run_dir / "data", vocab_size=None).directory)
         spec = LaunchSpec(
             entry="phalanx.verify.suggest:main",
-            payload={"job": job.to_json(), "plan": plan.to_json(), "run_dir": directory, "data_dir": data_dir},
+            payload={"job": job.to_json(), "plan": plan.to_json(), "run_dir": str(run_dir), "data_dir": data_dir},
             num_ranks=1,
             run_dir=run_dir,
             preload=("torch", "phalanx.verify.suggest"),
-            max_restarts=0,
+            stepless="looking at the module",
             grace_s=1.0,
         )
         bus = Bus(rank=-1, attempt=next_attempt(run_dir), run_dir=run_dir)
@@ -75,9 +74,13 @@ def _look(job: Job) -> dict[str, Any]:
         finally:
             bus.close()
         if not (run_dir / ANSWER).exists():
+            refusal = scratch.refusal_of(outcome)
+            if refusal is not None and not isinstance(refusal, LayoutError):
+                raise refusal
+            message = scratch.message_of(outcome)
             if outcome.exit_code in (LayoutError.exit_code, 1):
-                raise LayoutError("no rules can be suggested", why=outcome.message)
-            raise PhalanxError(outcome.message)
+                raise LayoutError("no rules can be suggested", why=message)
+            raise PhalanxError(message)
         answer: dict[str, Any] = read_json(run_dir / ANSWER)
         return answer
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,8 @@ from phalanx.cli._arguments import split_arguments
 from phalanx.cli._json import print_json, printing_json
 from phalanx.cli._launched import refuse_launched_ranks
 from phalanx.cli._next import next_line
-from phalanx.core.errors import ExitCode, LayoutError, PhalanxError, UsageError, did_you_mean
+from phalanx.cli._scratch import Scratch, scratch_directory
+from phalanx.core.errors import ExitCode, LayoutError, PhalanxError, ResourceError, UsageError, did_you_mean
 from phalanx.core.registry import is_foreign
 from phalanx.core.units import format_count, plural
 from phalanx.data.look import look_at_data
@@ -76,10 +76,8 @@ def verify(request: Request) -> int:
             if case.plan is None:
                 table.add(_row_of(job, case, "", refused=case.refused))
         table.tell_refused()
-        with tempfile.TemporaryDirectory(prefix="phalanx-verify-") as directory:
-            stopped = _judge(
-                job, [case for case in cases if case.plan is not None], request.steps, Path(directory), table
-            )
+        with scratch_directory("verify") as scratch:
+            stopped = _judge(job, [case for case in cases if case.plan is not None], request.steps, scratch, table)
         table.tell_refused()
     if stopped is not None:
         return stopped
@@ -167,14 +165,14 @@ def _model_name(job: Job) -> str:
     return (None if job.model.is_foreign else job.model.preset) or job.model.kind or "small"
 
 
-def _judge(job: Job, cases: Sequence[Case], num_steps: int, directory: Path, table: Table) -> int | None:
+def _judge(job: Job, cases: Sequence[Case], num_steps: int, scratch: Scratch, table: Table) -> int | None:
     """One group of ranks goes through all layouts in all types; after a crash another goes on behind it.
 
-    Returns an exit code if the person stopped it.
+    Returns an exit code if the person stopped it. Raises ResourceError where a disk refuses: that is no layout's fault.
     """
     if not cases:
         return None
-    data_dir = ""
+    data_dir, directory = "", scratch.directory
     if is_own_dataset(job.data.source) and not job.data.mixture:
         data_dir = str(prepare_corpus(job.data, directory / "data", vocab_size=None).directory)
     left = [(dtype, case) for dtype in DTYPES for case in cases]
@@ -186,10 +184,14 @@ def _judge(job: Job, cases: Sequence[Case], num_steps: int, directory: Path, tab
             return outcome.exit_code
         left = left[rows.num_seen :]
         if outcome.status == "failed":
+            refusal = scratch.refusal_of(outcome)
+            if isinstance(refusal, ResourceError):
+                raise refusal
+            message = scratch.message_of(outcome)
             if not left:
-                raise PhalanxError(outcome.message)
+                raise PhalanxError(message)
             dtype, case = left.pop(0)
-            table.add(_row_of(job, case, dtype, crashed=outcome.message))
+            table.add(_row_of(job, case, dtype, crashed=message))
         (directory / ROWS).unlink(missing_ok=True)
     return None
 
@@ -216,7 +218,7 @@ def _run_group(
         num_ranks=plans[0].world_size,
         run_dir=directory,
         preload=("torch", "torch._dynamo", "phalanx.verify.rank", *preloaded(job.model.kind)),
-        max_restarts=0,
+        stepless="judging layouts",
         grace_s=1.0,
     )
     bus = Bus(rank=-1, attempt=next_attempt(directory), run_dir=directory)

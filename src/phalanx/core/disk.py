@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 from typing import Any, Protocol
 
-from phalanx.core.files import fsync_directory, open_descriptor
+from phalanx.core.files import CREATE, fsync_directory, open_descriptor
 
 _BUFFER_BYTES = 1 << 20
 
@@ -56,7 +56,7 @@ class Disk:
 
 class _RealFile:
     def __init__(self, path: Path) -> None:
-        fd = open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW)
+        fd = open_descriptor(path, CREATE)
         self._file = io.BufferedWriter(io.FileIO(fd, "w"), _BUFFER_BYTES)
 
     def write(self, data: bytes | memoryview) -> None:

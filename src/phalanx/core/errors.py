@@ -27,7 +27,8 @@ class ExitCode(IntEnum):
 
 EXIT_CODE_MEANING: dict[ExitCode, str] = {
     ExitCode.OK: "finished",
-    ExitCode.INTERNAL: "a bug, or your own code raised or left in a rank before the first step (with its traceback)",
+    ExitCode.INTERNAL: "a bug; your own code raised or left in a rank before the first step (with its traceback); "
+    "or a rank of a verb that does not train ended early",
     ExitCode.USAGE: "the command line is wrong",
     ExitCode.JOB: "the job file is wrong, a layout or model is refused, or your model cannot be built",
     ExitCode.DATA: "data is missing, empty or does not fit the model, or your dataset raised an exception",

@@ -9,11 +9,12 @@ import re
 import stat
 import sys
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from phalanx.core.errors import PhalanxError, ResourceError, UsageError
+from phalanx.core.library_errors import LIBRARIES, os_error_of
 
 # How large a file of each kind may be before it is read into memory: ten times what anybody has seen, and no more.
 JSON_BYTES = 64 * 2**20  # job.json, plan.json, config.json, and what else a run keeps about itself
@@ -21,6 +22,7 @@ MANIFEST_BYTES = 512 * 2**20  # of checkpoints and datasets: some 2 million piec
 TOKENIZER_BYTES = 256 * 2**20
 LINE_BYTES = 16 * 2**20  # one event
 
+CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
 APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
 
 SAFE_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -49,7 +51,7 @@ def write_bytes_atomic(path: Path, data: bytes, *, durable: bool = True) -> None
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with open(partial, "wb") as file:
+        with create_regular(partial) as file:
             file.write(data)
             file.flush()
             if durable:
@@ -82,6 +84,16 @@ def append_regular(path: Path | str) -> BinaryIO:
     to is no log of ours.
     """
     return open(open_descriptor(path, APPEND), "a+b")
+
+
+def create_regular(path: Path, *, buffering: int = -1) -> BinaryIO:
+    """Open a new file to write. What has its name is removed: a pipe would be waited for, and a link followed.
+
+    Raises OSError.
+    """
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+    return open(open_descriptor(path, CREATE), "wb", buffering=buffering)
 
 
 def open_descriptor(path: Path | str, flags: int) -> int:
@@ -186,19 +198,22 @@ READ_REFUSALS = tuple(
     if hasattr(errno, name)  # some are Linux's alone
 )
 _OURS = __name__.partition(".")[0]
-_LIBRARIES = ("numpy", "pyarrow", "safetensors", "tokenizers", "torch")
 
 _FEW_INODES, _ROOM_BYTES = 16, 64 * 2**20
 
-_NO_SPACE = os.strerror(errno.ENOSPC)
+# Folders in which verbs keep what they need for a while: only TMPDIR says where they are.
+SCRATCH_PREFIX = "phalanx-scratch-"
+_SCRATCH = re.compile(rf"{SCRATCH_PREFIX}\w+-\w{{8}}")
 
 
 def fix_of(error: OSError, path: Path | str, *, place: str = "run.dir") -> str | None:
     """What a person can do about an OSError met at `path`, which they chose as `place`; None where nobody knows."""
+    scratch = _is_scratch(Path(path))
+    place = "TMPDIR" if scratch else place
     if error.errno == errno.ENOSPC and _has_no_inodes(Path(path)):
         return "remove files there: the file system has no inodes left"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "free space there"
+        return "free space there" + (", or choose another TMPDIR" if scratch else "")
     if error.errno == errno.EFBIG:
         return "raise the limit on the size of files (ulimit -f)"
     if error.errno in _NOT_WRITABLE:
@@ -220,21 +235,28 @@ def resource_error(error: OSError, doing: str, path: Path | str, *, place: str =
 
 
 def disk_problem(
-    error: BaseException, doing: str, *, refusals: Collection[int] = REFUSALS, run_dir: Path | None = None
+    error: BaseException,
+    doing: str,
+    *,
+    refusals: Collection[int] = REFUSALS,
+    run_dir: Path | None = None,
+    where: Path | None = None,
 ) -> PhalanxError | None:
     """The ResourceError for an error by which a disk refuses us something; None for any other error.
 
     Us: it was raised by our own code, or is about a file of the run. What user code met elsewhere is its own error,
-    whose traceback tells where.
+    whose traceback tells where. `where`: the folder that was written to, for errors that name no file.
     """
     if not _is_raised_by_us(error) and not _is_about_file_in(run_dir, error):
         return None
-    if isinstance(error, OSError) and error.errno in refusals:
-        return resource_error(error, doing, str(error.filename or "a file"))
-    if isinstance(error, RuntimeError) and _NO_SPACE in str(error):  # of C++, which has no errno to look at
-        why = str(error).strip().splitlines()[0]
-        return ResourceError(f"no space left while {doing}", why=why, fix="free space there")
-    return None
+    refusal = error if isinstance(error, OSError) and error.errno is not None else os_error_of(error, refusals)
+    if refusal is None or (refusal.errno is not None and refusal.errno not in refusals):
+        return None
+    place = str(refusal.filename or where or "a file")
+    if refusal.errno is not None:
+        return resource_error(refusal, doing, place)
+    what = f"the disk did not take all of a file while {doing}"
+    return ResourceError(what, where=place, why=str(refusal), fix="free space there, or look at the disk (dmesg)")
 
 
 def _is_raised_by_us(error: BaseException) -> bool:
@@ -242,7 +264,7 @@ def _is_raised_by_us(error: BaseException) -> bool:
     innermost, trace = "", error.__traceback__
     while trace is not None:
         home = str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
-        if home not in sys.stdlib_module_names and home not in _LIBRARIES:
+        if home not in sys.stdlib_module_names and home not in LIBRARIES:
             innermost = home
         trace = trace.tb_next
     return innermost == _OURS
@@ -254,6 +276,11 @@ def _is_about_file_in(directory: Path | None, error: BaseException) -> bool:
         return False
     path = os.path.realpath(os.fsdecode(name))
     return path.startswith(os.path.join(os.path.realpath(directory), ""))
+
+
+def _is_scratch(path: Path) -> bool:
+    """True for a path inside a folder that a verb made where temporary files go."""
+    return any(map(_SCRATCH.fullmatch, path.parts))
 
 
 def _has_no_inodes(path: Path) -> bool:
@@ -278,7 +305,8 @@ def open_run_directory(directory: Path, *, needed_bytes: int = 0) -> Path:
     probe = directory / f".writable.{os.getpid()}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"x" * 4096)
+        with create_regular(probe) as file:
+            file.write(b"x" * 4096)
         probe.unlink()
         free_bytes = shutil.disk_usage(directory).free
     except OSError as error:

@@ -67,19 +67,41 @@ def user_place(trace: TracebackType | None) -> str:
 
 def _is_first_to_say(text: str) -> bool:
     """Whether no other rank on this machine says the same: all of them refuse what cannot be, each for itself."""
+    from phalanx.core.clocks import clock_name  # only now: nobody pays for what is not needed
+    from phalanx.core.files import write_bytes_atomic
+
     if int(os.environ.get("WORLD_SIZE") or 1) == 1:
         return True
     marker = _marker(text)
+    ours = marker.with_name(f"{marker.name}-{os.getpid()}")
     try:
-        with contextlib.suppress(FileNotFoundError):
-            if time.time() - marker.stat().st_mtime > STALE_S:
-                marker.unlink()
-        os.close(os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        if _is_stale(marker):
+            marker.unlink(missing_ok=True)
+        write_bytes_atomic(ours, f"{clock_name()} {time.monotonic()}".encode(), durable=False)
+        try:
+            os.link(ours, marker)  # with what is in it: nobody sees an empty one
+        finally:
+            ours.unlink()
     except FileExistsError:
         return False
     except OSError:  # better twice than never
         return True
     return True
+
+
+def _is_stale(marker: Path) -> bool:
+    """True for a marker of ranks before these. Clocks that people set have no part in it."""
+    from phalanx.core.clocks import clock_name
+    from phalanx.core.files import read_regular
+
+    try:
+        clock, said_s = read_regular(marker, 1000).decode().split()
+        age_s = time.monotonic() - float(said_s)
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError):  # no marker of ours
+        return True
+    return clock != clock_name() or not 0 <= age_s <= STALE_S
 
 
 def _marker(text: str) -> Path:

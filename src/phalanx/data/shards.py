@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from phalanx.core.digest import canonical_json
 from phalanx.core.errors import DataError
-from phalanx.core.files import fsync_directory, open_regular
+from phalanx.core.files import create_regular, fsync_directory, open_regular
 from phalanx.data.unreadable import unreadable
 
 MAGIC, VERSION = b"PHXSHARD", 1
@@ -146,7 +146,7 @@ class ShardWriter:
         self._key: int | None = None  # of a document that has no token yet
 
     def __enter__(self) -> ShardWriter:
-        self._file = open(self._partial, "wb", buffering=1 << 20)
+        self._file = create_regular(self._partial, buffering=1 << 20)
         self._file.write(b"\0" * PAYLOAD_AT)
         return self
 

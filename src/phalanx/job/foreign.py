@@ -106,9 +106,9 @@ def ask_process(module: str, request: Mapping[str, Any], timeout_s: float = TIME
 
 
 def _shape(kind: str, printed: str) -> ModelShape:
-    """The last line of `printed` (a user's module may print before it), counted."""
+    """The answer among the lines of `printed` (a user's module may print, too), counted."""
     try:
-        answer = json.loads(last_line(printed))
+        answer = _answer_in(printed)
         sizes = {str(name): math.prod(map(int, shape)) for name, shape, _ in answer["tensors"]}
         blocks = tuple((str(block), _size_within(str(block), sizes)) for block in answer["blocks"])
         num_params, num_trainable = int(answer["num_params"]), int(answer["num_trainable_params"])
@@ -120,7 +120,9 @@ def _shape(kind: str, printed: str) -> ModelShape:
         last_stage = tuple(map(str, answer.get("last_stage", ())))
         facts: dict[str, Any] = {key: int(answer["facts"][key]) for key in FACTS if key in answer.get("facts", {})}
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise _refuse(kind, f"the probe printed {last_line(printed)[:80]!r} instead of its answer") from None
+        words = f"; its last words: {last_line(printed)[:80]!r}" if last_line(printed) else ""
+        ended = "the process ended before the model was built: by C's exit, an exec or the like in your code"
+        raise _refuse(kind, ended + words) from None
     block_sizes = [size for _, size in blocks]
     measured = Measured(
         num_params,
@@ -138,6 +140,18 @@ def _shape(kind: str, printed: str) -> ModelShape:
         bool(answer.get("has_attention_seam", True)),
     )
     return replace(measured_shape(kind, len(blocks), measured), **facts)
+
+
+def _answer_in(printed: str) -> dict[str, Any]:
+    """The last line that can be the probe's answer: a module may have more to say when the process ends, too."""
+    for line in reversed(printed.splitlines()):
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(found, dict) and "tensors" in found:
+            return found
+    raise ValueError("no line is an answer")
 
 
 def _size_within(block: str, sizes: Mapping[str, int]) -> int:

@@ -66,6 +66,8 @@ class AttemptEnd:
     server_loss: str = ""
     store_loss: str = ""
     grace_over: bool = False
+    stepless: str = ""
+    """What the ranks did if they have no steps, say "evaluating"."""
 
     @property
     def reports(self) -> dict[int, ErrorReport]:
@@ -122,8 +124,9 @@ class AttemptWatch:
         say: Callable[[str], None],
         on_started: Callable[[list[int]], None],
         on_refused_event: Callable[[str], None] = lambda line: None,
+        stepless: str = "",
     ) -> None:
-        self.end = AttemptEnd(number)
+        self.end = AttemptEnd(number, stepless=stepless)
         self._num_ranks, self._run_dir, self._grace_s = num_ranks, run_dir, grace_s
         self._server, self._attention, self._stop = server, attention, stop
         self._say, self._on_started, self._on_refused_event = say, on_started, on_refused_event
@@ -137,6 +140,7 @@ class AttemptWatch:
     def run(self, entry: str, payload: dict[str, Any]) -> AttemptEnd:
         """Start the ranks and return when all are gone."""
         order = {"do": "start", "attempt": self.end.number, "num_ranks": self._num_ranks}
+        order["doing"] = self.end.stepless or "training"
         self._server.link.send(order | {"entry": entry, "payload": payload})
         while not self._is_over():
             messages, signals = self._attention.wait(self._server.link, self._next_deadline())

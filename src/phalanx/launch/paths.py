@@ -3,44 +3,65 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from phalanx.core.errors import ResourceError
 from phalanx.core.files import read_json, write_json_atomic
 from phalanx.core.logs import blank_out
 from phalanx.core.secrets import secret_values
 
+LOGS, EVENTS, BLACK_BOXES = "logs", "events", "blackbox"
 BLANKED_OUT = ".blanked-out.json"  # in logs
 _ATTEMPT = re.compile(r"rank-\d+-attempt-(\d+)\.")
 
 
 def rank_log(run_dir: Path, rank: int, attempt: int) -> Path:
-    return run_dir / "logs" / f"rank-{rank:04d}-attempt-{attempt:02d}.log"
+    return run_dir / LOGS / f"rank-{rank:04d}-attempt-{attempt:02d}.log"
 
 
 def error_report(run_dir: Path, rank: int, attempt: int) -> Path:
-    return run_dir / "logs" / f"rank-{rank:04d}-attempt-{attempt:02d}.error.json"
+    return run_dir / LOGS / f"rank-{rank:04d}-attempt-{attempt:02d}.error.json"
 
 
 def server_log(run_dir: Path) -> Path:
-    return run_dir / "logs" / "server.log"
+    return run_dir / LOGS / "server.log"
 
 
 def black_box(run_dir: Path, rank: int) -> Path:
-    return run_dir / "blackbox" / f"rank-{rank:04d}"
+    return run_dir / BLACK_BOXES / f"rank-{rank:04d}"
 
 
 def next_attempt(run_dir: Path) -> int:
     """One more than any attempt that left a file, so that a resumed run never writes over earlier ones."""
-    names = [path.name for folder in ("events", "logs") for path in (run_dir / folder).glob("rank-*-attempt-*")]
+    names = [path.name for folder in (EVENTS, LOGS) for path in (run_dir / folder).glob("rank-*-attempt-*")]
     return max((int(found[1]) for name in names if (found := _ATTEMPT.match(name))), default=-1) + 1
+
+
+def refuse_linked_folders(run_dir: Path, *, more: Sequence[str] = ()) -> None:
+    """Raise ResourceError for a link in place of a folder in which a job removes and rewrites files of its own.
+
+    A run may come from anywhere, and a link in it may lead to anybody's files. RUN and RUN/checkpoints may be links.
+    `more`: other folders of the run that are about to be filled.
+    """
+    for name in (LOGS, EVENTS, BLACK_BOXES, *more):
+        folder = run_dir / name
+        if os.path.islink(folder):
+            raise ResourceError(
+                f"it is a link to {os.readlink(folder)}",
+                where=str(folder),
+                why="a job removes and writes files there",
+                fix="put a folder in its place (RUN itself and RUN/checkpoints may be links)",
+            )
 
 
 def clear_black_boxes(run_dir: Path) -> None:
     """Forget where the ranks of an earlier attempt were last seen."""
-    for path in (run_dir / "blackbox").glob("rank-*"):
-        path.unlink(missing_ok=True)
+    for path in (run_dir / BLACK_BOXES).glob("rank-*"):
+        with contextlib.suppress(IsADirectoryError):  # no place can be read from it
+            path.unlink(missing_ok=True)
 
 
 def blank_out_logs(run_dir: Path, environ: Mapping[str, str], *, only_attempt: int | None = None) -> None:
@@ -52,7 +73,7 @@ def blank_out_logs(run_dir: Path, environ: Mapping[str, str], *, only_attempt: i
     secrets = sorted({secret for group in secret_values(environ).values() for secret in group})
     done = _read_done(run_dir)
     pattern = "*.log" if only_attempt is None else f"rank-*-attempt-{only_attempt:02d}.log"
-    for path in (run_dir / "logs").glob(pattern):
+    for path in (run_dir / LOGS).glob(pattern):
         try:
             size = path.stat().st_size
             blank_out(path, secrets, begin=done.get(path.name, 0))
@@ -61,13 +82,13 @@ def blank_out_logs(run_dir: Path, environ: Mapping[str, str], *, only_attempt: i
             pass
     if only_attempt is None:
         with contextlib.suppress(OSError):  # it only saves time
-            write_json_atomic(run_dir / "logs" / BLANKED_OUT, done, durable=False)
+            write_json_atomic(run_dir / LOGS / BLANKED_OUT, done, durable=False)
 
 
 def _read_done(run_dir: Path) -> dict[str, int]:
     """How many bytes of each log were looked at for secrets."""
     try:
-        found = read_json(run_dir / "logs" / BLANKED_OUT)
+        found = read_json(run_dir / LOGS / BLANKED_OUT)
         return {str(name): int(size) for name, size in found.items() if int(size) >= 0}
     except (OSError, ValueError, TypeError, AttributeError, OverflowError):
         return {}

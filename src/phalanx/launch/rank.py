@@ -26,13 +26,14 @@ from phalanx.launch.reports import describe
 
 @dataclass(frozen=True)
 class RankTask:
-    """All that one rank needs to know."""
+    """All that one rank needs to know. `doing`: what it is for, as messages say it."""
 
     entry: str
     payload: dict[str, Any]
     run_dir: Path
     ranks: RankEnv
     master_port: int
+    doing: str = "training"
 
 
 REPORT_ERROR, PASS_ON = "report_error", "pass_on_event"
@@ -84,7 +85,7 @@ def _close_input() -> None:
 
 def _report(task: RankTask, error: BaseException, end: EndWriter) -> int:
     """Say why this rank failed: to the supervisor first, then in its log and in a file."""
-    report = describe(error, task.run_dir)
+    report = describe(error, task.run_dir, task.doing)
     if not end.is_rank or (end.told is not None and end.told.report is not None):
         return report.exit_code
     end.tell(EndRecord(report.exit_code, report))

@@ -52,7 +52,7 @@ class ErrorReport:
         write_json_atomic(path, asdict(self), durable=False)
 
 
-def describe(error: BaseException, run_dir: Path | None = None) -> ErrorReport:
+def describe(error: BaseException, run_dir: Path | None = None, doing: str = "training") -> ErrorReport:
     """The report of `error`: no frames that only led into the user's code, no secrets of the environment.
 
     What a disk refuses the run itself, in `run_dir` or elsewhere, it would refuse again: that is a ResourceError.
@@ -60,7 +60,7 @@ def describe(error: BaseException, run_dir: Path | None = None) -> ErrorReport:
     redactor = Redactor(os.environ)
     lines = traceback.format_exception(type(error), error, _inner(error))
     place = redactor.text(_clean(user_place(error.__traceback__)))
-    error = disk_problem(error, "training", refusals=REFUSALS_THAT_LAST, run_dir=run_dir) or error
+    error = disk_problem(error, doing, refusals=REFUSALS_THAT_LAST, run_dir=run_dir) or error
     ours = isinstance(error, PhalanxError)
     message = redactor.text(_words_of(error))
     name = type(error).__qualname__

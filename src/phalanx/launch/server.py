@@ -142,7 +142,7 @@ class Server:
     def _fork_rank(self, message: Message, rank: int, port: int, listener: socket.socket) -> int:
         size = message["num_ranks"]
         ranks = RankEnv(rank, size, local_rank=rank, local_world_size=size, attempt=message["attempt"])
-        task = RankTask(message["entry"], message["payload"], self._run_dir, ranks, port)
+        task = RankTask(message["entry"], message["payload"], self._run_dir, ranks, port, message["doing"])
         self._attempt.records[rank], write_end = open_end_pipe()
 
         def run() -> int:

@@ -43,6 +43,8 @@ class LaunchSpec:
     preload: tuple[str, ...]
     payload_of_attempt: Callable[[], dict[str, Any]] = dict
     """What the payload of each attempt holds besides, asked for right before its ranks start."""
+    stepless: str = ""
+    """What ranks without steps do, say "evaluating": they are started once, not again. Empty for those that train."""
     max_restarts: int = 3
     restart_window_s: float = 3600.0
     grace_s: float = 25.0
@@ -115,7 +117,7 @@ class _Supervisor:
             if failure is None:
                 return self._left(end)
             self._emit_failure(failure)
-            if not failure.restartable:
+            if self._spec.stepless or not failure.restartable:
                 return Outcome(int(failure.exit_code), "failed", failure.report, self._num_attempts)
             try:
                 self._policy.admit(failure, time.monotonic())
@@ -134,7 +136,7 @@ class _Supervisor:
         self._bus.attempt = number
         clear_black_boxes(self._spec.run_dir)
         if self._server is None or self._server.link.closed:
-            unready = self._start_server(AttemptEnd(number))
+            unready = self._start_server(AttemptEnd(number, stepless=self._spec.stepless))
             if unready is not None:
                 return unready
         server = self._server
@@ -154,6 +156,7 @@ class _Supervisor:
             self._say,
             on_started,
             self._on_refused_event,
+            self._spec.stepless,
         )
         return watch.run(self._spec.entry, self._spec.payload | self._spec.payload_of_attempt())
 

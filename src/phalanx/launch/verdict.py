@@ -14,7 +14,7 @@ from phalanx.core.files import open_regular
 from phalanx.core.phases import Place, read_black_box
 from phalanx.launch.absence import Absence, find_absence
 from phalanx.launch.attempt import AttemptEnd, RankExit
-from phalanx.launch.paths import black_box, rank_log
+from phalanx.launch.paths import BLACK_BOXES, black_box, rank_log
 from phalanx.launch.rank import STACK_HEAD
 from phalanx.launch.reports import ErrorReport, blames_another
 from phalanx.launch.signals import signal_name
@@ -136,7 +136,7 @@ def _of_our_own_processes(end: AttemptEnd, run_dir: Path) -> Failure | None:
         return None
     what = "the process that starts the ranks" if end.server_loss else "the process that holds the rendezvous store"
     how = end.server_loss or f"ended ({end.store_loss})"
-    boxes = (run_dir / "blackbox").glob("rank-*")
+    boxes = (run_dir / BLACK_BOXES).glob("rank-*")
     places = [place for box in boxes if (place := read_black_box(box)) is not None]
     place = max(places, default=None)
     return Failure(
@@ -144,9 +144,9 @@ def _of_our_own_processes(end: AttemptEnd, run_dir: Path) -> Failure | None:
         cause="signal" if "killed" in how else "exit",
         step=place.step if place else 0,
         phase=place.phase if place else "",
-        summary=f"{what} {how} {place_in_words(place)}",
+        summary=f"{what} {how} {place_in_words(place, end.stepless)}",
         detail=f"{what} {how}",
-        report=f"{what} {how} {place_in_words(place)}{_hint(how)}",
+        report=f"{what} {how} {place_in_words(place, end.stepless)}{_hint(how)}",
         signature=f"{what} {how}",
         exit_code=ExitCode.INTERNAL,
         restartable=True,
@@ -171,7 +171,7 @@ def _from_phalanx_error(rank: int, report: ErrorReport, place: Place | None, end
 
 
 def _from_exception(rank: int, report: ErrorReport, place: Place | None, end: AttemptEnd, run_dir: Path) -> Failure:
-    summary = f"rank {rank} failed {place_in_words(place)}"
+    summary = f"rank {rank} failed {place_in_words(place, end.stepless)}"
     raised_at = [f"your code: {report.user_place}"] if report.user_place else []
     log = f"log: {rank_log(run_dir, rank, end.number)}"
     lines = [f"{summary}:", report.traceback.rstrip(), *_others(rank, report, end), *raised_at, log]
@@ -194,11 +194,12 @@ def _from_absence(absence: Absence, end: AttemptEnd, run_dir: Path) -> Failure:
     """The others failed because they waited for this rank; it had said nothing, or came too late."""
     rank, places = absence.rank, _places(end, run_dir)
     place, log = places.get(rank), rank_log(run_dir, absence.rank, end.number)
-    summary = f"rank {rank} kept the others waiting {place_in_words(place)}: {absence.why}"
+    where = place_in_words(place, end.stepless)
+    summary = f"rank {rank} kept the others waiting {where}: {absence.why}"
     by_place: dict[str, list[int]] = {}
     for other in sorted(end.records.keys() | end.exits.keys() | end.silent.keys()):
         if other != rank:
-            by_place.setdefault(place_in_words(places.get(other)), []).append(other)
+            by_place.setdefault(place_in_words(places.get(other), end.stepless), []).append(other)
     waited = [f"{_ranks(ranks)}: waited {where}" for where, ranks in by_place.items()]
     lines = [summary, *waited, *_stack(log), f"log: {log}"]
     return Failure(
@@ -234,7 +235,7 @@ def _from_exit(left: RankExit, place: Place | None, end: AttemptEnd, run_dir: Pa
 
 def _death(rank: int, cause: str, detail: str, place: Place | None, end: AttemptEnd, run_dir: Path) -> Failure:
     was = "was " if cause == "signal" else ""
-    summary = f"rank {rank} {was}{detail} {place_in_words(place)}"
+    summary = f"rank {rank} {was}{detail} {place_in_words(place, end.stepless)}"
     left, log = end.exits.get(rank), rank_log(run_dir, rank, end.number)
     hint = _hint(detail) if cause == "signal" or rank in end.records else UNSAID
     lines = [summary + hint, *_last_words(left, log), *_others(rank, None, end), f"log: {log}"]
@@ -258,11 +259,14 @@ def _detected_s(rank: int, end: AttemptEnd) -> float:
     return left.detected_s if left is not None else 0.0
 
 
-def place_in_words(place: Place | None) -> str:
-    """Step, phase and collective, as the end of a sentence."""
+def place_in_words(place: Place | None, stepless: str = "") -> str:
+    """Step, phase and collective, as the end of a sentence; of ranks without steps, what they did."""
+    collective = f" ({place.collective})" if place is not None and place.collective else ""
+    if stepless:
+        return f"while {stepless}{collective}"
     if place is None or place.step < 1:
         return "before the first step"
-    return f"at step {place.step} in {place.phase}" + (f" ({place.collective})" if place.collective else "")
+    return f"at step {place.step} in {place.phase}{collective}"
 
 
 def _hint(how: str) -> str:

@@ -7,7 +7,10 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -74,7 +77,11 @@ def _drops(part: torch.nn.Module) -> bool:
 
 def user_place(error: BaseException) -> str:
     """ "model.py:12: " for the innermost line of the user's own code, or nothing."""
-    frames = traceback.extract_tb(error.__traceback__)
+    return place_of(traceback.extract_tb(error.__traceback__))
+
+
+def place_of(frames: Sequence[traceback.FrameSummary]) -> str:
+    """As `user_place`, of the frames of a stack."""
     own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(("<", _OUR_FOLDER))]
     return f"{Path(own[-1].filename).name}:{own[-1].lineno}: " if own else ""
 
@@ -84,11 +91,32 @@ def one_line(error: BaseException) -> str:
     return " ".join(f"{user_place(error)}{type(error).__name__}: {error}".split())
 
 
+@contextmanager
+def refusing_silent_exits() -> Iterator[None]:
+    """Have os._exit of this process, called by user code, say where before it ends with code 1. Not in its children,
+    which end so after a fork."""
+    leave, pid = os._exit, os.getpid()
+
+    def say_and_leave(status: int) -> NoReturn:
+        if os.getpid() == pid:
+            place = place_of(traceback.extract_stack()[:-1])
+            print(f"{place}os._exit({status}) was called before the model was built", file=sys.stderr, flush=True)
+            leave(1)
+        leave(status)
+
+    os._exit = say_and_leave
+    try:
+        yield
+    finally:
+        os._exit = leave
+
+
 if __name__ == "__main__":
     sys.path.insert(0, os.getcwd())
     request = json.loads(sys.argv[1])
     try:
-        print(json.dumps(describe(request["kind"], request.get("args", {}))))
+        with refusing_silent_exits():
+            print(json.dumps(describe(request["kind"], request.get("args", {}))), flush=True)
     except PhalanxError as error:
         sys.exit(str(error))
     except (Exception, SystemExit) as error:  # the user's own code

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from phalanx.core.errors import ResourceError
+from phalanx.core.files import REFUSALS_THAT_LAST, disk_problem
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import Mesh
 from phalanx.optim.build import build_optimizer
@@ -93,7 +95,9 @@ def _write_reference(
     nudged: bool = False,
 ) -> tuple[str, list[Reroute]]:
     """Write it, or return why there is none: what the module does in one process is no layout's fault. And what its
-    routers would have chosen instead of `forced`. `nudged`: of the module with weights that are rounded otherwise."""
+    routers would have chosen instead of `forced`. `nudged`: of the module with weights that are rounded otherwise.
+
+    Raises ResourceError where the disk refuses: that is not the module's fault either."""
 
     def build() -> nn.Module:
         module = build_untouched(job, plan, dtype, materialize=True)[0]
@@ -139,7 +143,12 @@ def _write_reference(
                 choices |= others.found
                 reroutes += others.reroutes
             write_routes(directory, choices)
+    except ResourceError:  # of a reference that this one needs
+        raise
     except Exception as error:
+        problem = disk_problem(error, "writing the reference", refusals=REFUSALS_THAT_LAST, where=directory)
+        if problem is not None:
+            raise problem from error
         traceback.print_exc()  # in the rank's log
         return described_failure(error, dtype), []
     return "", reroutes

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from phalanx.core.files import read_json, read_regular
+from phalanx.core.files import read_json, read_regular, write_bytes_atomic
 from phalanx.core.units import GIB, MIB
 from phalanx.observe.events import (
     Envelope,
@@ -167,5 +167,5 @@ def kept_id(path: Path, fresh: str) -> tuple[str, bool]:
     if found:
         return found, False
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(fresh + "\n", encoding="utf-8")
+    write_bytes_atomic(path, f"{fresh}\n".encode(), durable=False)
     return fresh, True

@@ -1,0 +1,71 @@
+"""What verbs share that start ranks once: a directory of theirs for a while, and what the ranks' refusals become."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.core.errors import (
+    CheckpointError,
+    DataError,
+    EnvironmentProblem,
+    LayoutError,
+    NumericsError,
+    PhalanxError,
+    ResourceError,
+)
+from phalanx.core.files import SCRATCH_PREFIX, resource_error
+from phalanx.launch.paths import LOGS
+from phalanx.launch.supervisor import Outcome
+
+KINDS = (LayoutError, DataError, CheckpointError, EnvironmentProblem, ResourceError, NumericsError)
+
+
+@dataclass
+class Scratch:
+    """A directory that is gone when the verb has ended, but for its logs if a message names one."""
+
+    directory: Path
+    keeps_logs: bool = False
+
+    def message_of(self, outcome: Outcome) -> str:
+        """What a person is told about ranks that failed. The logs stay if it sends them there."""
+        self.keeps_logs |= str(self.directory / LOGS) in outcome.message
+        return outcome.message
+
+    def refusal_of(self, outcome: Outcome) -> PhalanxError | None:
+        """The PhalanxError that a rank raised; None if ranks failed by anything else."""
+        kind = next((kind for kind in KINDS if kind.exit_code == outcome.exit_code), None)
+        if outcome.status != "failed" or kind is None or "\n" in outcome.message:
+            return None
+        return kind(self.message_of(outcome))
+
+    def remove(self) -> None:
+        if not self.keeps_logs:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            return
+        for path in self.directory.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                if path.name != LOGS:
+                    shutil.rmtree(path, ignore_errors=True)
+            else:
+                with suppress(OSError):
+                    path.unlink()
+
+
+@contextmanager
+def scratch_directory(verb: str) -> Iterator[Scratch]:
+    """A directory for what the ranks of `verb` leave. Raises ResourceError where none can be made."""
+    try:
+        scratch = Scratch(Path(tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{verb}-")))
+    except OSError as error:
+        place = error.filename or "TMPDIR"
+        raise resource_error(error, "making a directory for a while", place, place="TMPDIR") from None
+    try:
+        yield scratch
+    finally:
+        scratch.remove()
