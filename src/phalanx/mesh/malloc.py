@@ -1,14 +1,20 @@
 """Have glibc give large freed blocks back: a sharded rank on a CPU would otherwise peak as high as one that is not.
 
 glibc takes blocks of up to 32 MiB from its heap once blocks of that size were freed. Gathered weights and gradients
-then leave holes between the tensors that stay, and what was freed is neither reused nor returned.
+then leave holes between the tensors that stay, and what was freed is neither reused nor returned. Logits of a chunk
+do the same in every rank: they have pages of their own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import math
+import mmap
 import os
 import sys
+
+import torch
 
 M_MMAP_THRESHOLD = -3  # malloc.h
 # Smaller ones return more, and cost more page faults where activations are many: docs/benchmarks.md.
@@ -23,3 +29,17 @@ def return_large_blocks() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
+
+
+def scratch(shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+    """A tensor where `like` is, whose numbers are anything. On a CPU a large one has pages of its own, huge where the
+    system has such: they are quick to get, and go back to the system with the tensor."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    # A tensor of another type than torch's own stands for something else than its bytes.
+    is_plain = like.device.type == "cpu" and type(like) in (torch.Tensor, torch.nn.Parameter)
+    if sys.platform != "linux" or not is_plain or num_bytes < LARGE_BLOCK_BYTES:
+        return torch.empty(shape, dtype=dtype, device=like.device)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from phalanx.core.batch import IGNORE_INDEX
 from phalanx.core.errors import LayoutError
+from phalanx.mesh.malloc import scratch
 from phalanx.mesh.tensor_group import Vocabulary, VocabularyLogits
 from phalanx.nn.routing import Balance
 
@@ -156,17 +156,23 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         loss_sum = torch.zeros((), dtype=torch.float64, device=hidden_ND.device)
         grad_hidden = torch.empty_like(hidden_ND) if grad else None
         grad_head = torch.zeros(head_VD.shape, dtype=wide, device=head_VD.device) if grad else None
+        shape = min(chunk, hidden_ND.shape[0]), head.shape[0]
+        # Every chunk has the same room: freed and taken anew, it would leave holes in a CPU's heap (mesh.malloc).
+        room_CV = scratch(shape, wide, hidden_ND)
+        low_CV = room_CV if wide == hidden_ND.dtype else scratch(shape, hidden_ND.dtype, hidden_ND)
         for start in range(0, hidden_ND.shape[0], chunk):
             rows = slice(start, start + chunk)
             hidden = hidden_ND[rows]
-            logits = (hidden @ head.T).to(wide)
+            logits, grad_logits = room_CV[: len(hidden)], low_CV[: len(hidden)]
+            torch.mm(hidden, head.T, out=grad_logits)
+            if low_CV is not room_CV:
+                logits.copy_(grad_logits)
             loss_sum += _loss_and_gradient(logits, targets_N[rows], vocabulary)
-            grad_logits = logits.to(hidden.dtype)
-            del logits  # in bf16 its gradient is a copy, and the head's gradient takes the room
             if grad_hidden is not None and grad_head is not None:
+                if low_CV is not room_CV:
+                    grad_logits.copy_(logits)
                 torch.mm(grad_logits, head, out=grad_hidden[rows])
-                _add_head_gradient(grad_head, grad_logits, hidden)
-            del grad_logits  # or it would lie beside the logits of the next chunk
+                _add_head_gradient(grad_head, grad_logits, hidden, room_CV)
         if grad:
             ctx.save_for_backward(grad_hidden, grad_head)
             ctx.head_dtype = head_VD.dtype
@@ -181,19 +187,27 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return grad_hidden, grad_head.to(ctx.head_dtype), None, None, None, None
 
 
-def _add_head_gradient(grad_head_VD: torch.Tensor, grad_logits_CV: torch.Tensor, hidden_CD: torch.Tensor) -> None:
+def _add_head_gradient(
+    grad_head_VD: torch.Tensor, grad_logits_CV: torch.Tensor, hidden_CD: torch.Tensor, room_CV: torch.Tensor
+) -> None:
     """Add a chunk's part of the head's gradient in place.
 
     In the compute type a product cannot be added to a wider sum as it is made: it exists, in as many parts of the
-    vocabulary as keep it below the chunk's logits, whose room is free by now.
+    vocabulary as `room_CV` can hold, where the chunk's logits were.
     """
     if grad_logits_CV.dtype == grad_head_VD.dtype:
         grad_head_VD.addmm_(grad_logits_CV.T, hidden_CD)
         return
-    num_rows, dim = hidden_CD.shape
-    parts = math.ceil(dim * hidden_CD.element_size() / (num_rows * grad_head_VD.element_size()))
-    for grad_VD, grad_CV in zip(grad_head_VD.chunk(parts), grad_logits_CV.chunk(parts, dim=1), strict=True):
-        grad_VD += grad_CV.T @ hidden_CD
+    dim = hidden_CD.shape[1]
+    room = room_CV.view(-1).view(hidden_CD.dtype)
+    num_rows = room.numel() // dim
+    if num_rows == 0:  # hidden states wider than all of a chunk's logits
+        grad_head_VD += grad_logits_CV.T @ hidden_CD
+        return
+    for grad_VD, grad_CV in zip(grad_head_VD.split(num_rows), grad_logits_CV.split(num_rows, dim=1), strict=True):
+        product_VD = room[: grad_VD.numel()].view_as(grad_VD)
+        torch.mm(grad_CV.T, hidden_CD, out=product_VD)
+        grad_VD += product_VD
 
 
 class _VocabularyCrossEntropy(torch.autograd.Function):
