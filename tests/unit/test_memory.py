@@ -10,7 +10,15 @@ import pytest
 
 from phalanx.job.shape import ModelShape
 from phalanx.plan.data_parallel import DataParallel
-from phalanx.plan.memory import MIXED_FP16_ADAM, StateBytes, Workload, rank_memory, state_bytes
+from phalanx.plan.memory import (
+    CPU_ALLOCATOR_SHARE,
+    CPU_LIBRARY_BYTES,
+    MIXED_FP16_ADAM,
+    StateBytes,
+    Workload,
+    rank_memory,
+    state_bytes,
+)
 
 ROWS: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "golden" / "zero_memory.json").read_text())
 
@@ -85,3 +93,24 @@ def test_what_waits_on_the_host_takes_nothing_of_a_gpu(offload: str, away: set[s
 def test_ddp_accumulates_beside_its_buckets() -> None:
     whole = 4 * SHAPE.num_params
     assert [memory(stage, num_microbatches=n)["communication"] for stage in (0, 1) for n in (1, 2)] == [0, whole] * 2
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_microbatches", "precision", "of_block"),
+    [(1, 1, "fp32", 0), (2, 1, "fp32", 4), (1, 2, "fp32", 4), (2, 1, "bf16", 6)],
+)
+def test_a_cpu_keeps_freed_gradients_of_one_block_and_of_the_table(
+    num_ranks: int, num_microbatches: int, precision: str, of_block: int
+) -> None:
+    work = Workload(1, 8, precision, "none", 2048, num_microbatches)
+    found = rank_memory(SHAPE, work, 0, num_ranks, "cpu", num_ranks)
+    rest = CPU_LIBRARY_BYTES + round(CPU_ALLOCATOR_SHARE * found["activations"])
+    assert found["allocator"] - rest == pytest.approx(of_block * BLOCK + 4 * SHAPE.vocab_size * SHAPE.dim, abs=1)
+
+
+def test_what_glibc_gives_back_is_not_kept() -> None:
+    large = ModelShape(1, 4096, 4, 4, 1024, 16384, 97, True)
+    work = Workload(1, 8, "fp32", "none", 2048)
+    found = rank_memory(large, work, 0, 2, "cpu", 2)
+    rest = CPU_LIBRARY_BYTES + round(CPU_ALLOCATOR_SHARE * found["activations"])
+    assert found["allocator"] - rest == pytest.approx(4 * large.vocab_size * large.dim, abs=1)

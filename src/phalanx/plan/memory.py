@@ -40,6 +40,7 @@ HOOKS = "phalanx.parallel.hooks"
 # allocator keeps is not counted: its statistics, which a plan is compared with, are in allocated bytes.
 CPU_ALLOCATOR_SHARE = 0.4
 CPU_LIBRARY_BYTES = 8 * 2**20  # what torch allocates for itself when it first trains
+GLIBC_HEAP_BYTES = 32 * 2**20  # glibc returns larger blocks as they are freed: mallopt(3), M_MMAP_THRESHOLD
 
 
 @dataclass(frozen=True)
@@ -200,8 +201,8 @@ def _outside_blocks(shape: ModelShape, work: Workload, c: int) -> float:
 def loss_bytes(shape: ModelShape, work: Workload) -> float:
     """Bytes of the chunked cross-entropy: fp32 logits of one chunk, gradients of hidden states and head.
 
-    In bf16 a chunk also exists in the compute type: as it leaves the matmul, and again as it enters the next. The chunk
-    before is gone by then, and the head's gradient adds up in place. Over classes there are no chunks: logits, their
+    In bf16 a chunk also exists in the compute type: as it leaves the matmul, and again as it enters the next. All of
+    them have the same room, and the head's gradient adds up in place. Over classes there are no chunks: logits, their
     log-softmax and its gradient in fp32.
     """
     if shape.reads_images:
@@ -210,6 +211,23 @@ def loss_bytes(shape: ModelShape, work: Workload) -> float:
     low = 0 if work.compute_bytes == 4 else work.compute_bytes
     logits = chunk * shape.vocab_size * (4 + low)
     return logits + work.tokens * shape.dim * work.compute_bytes + shape.vocab_size * shape.dim * 4
+
+
+def freed_gradient_bytes(shape: ModelShape, work: Workload, zero_stage: int, *, accumulates: bool) -> float:
+    """What glibc keeps of gradients that were added to others: on a CPU, beside what is alive.
+
+    The gradient of the embedding always: it is as large as the table, and added to the head's or to a bucket. Where
+    gradients `accumulate` (over microbatches, or in the buckets of DDP), each of a block's is made anew, in bf16 first
+    in the compute type, and freed: of one block they lie between what stays. FSDP's are a part of communication.
+    """
+    if zero_stage >= 2 or shape.reads_images:
+        return 0
+    table = shape.vocab_size * shape.dim * 4
+    low = 0 if work.compute_bytes == 4 else work.compute_bytes
+    block = shape.block_params if work.ep == 1 else counts.block_params(shape, work.ep)
+    largest = max(shape.dim, shape.ffn_dim) * shape.dim * 4
+    of_block = block * (4 + low) if accumulates and largest <= GLIBC_HEAP_BYTES else 0
+    return of_block + (table if table <= GLIBC_HEAP_BYTES else 0)
 
 
 def communication_bytes(shape: ModelShape, work: Workload, zero_stage: int, num_ranks: int) -> float:
@@ -317,18 +335,23 @@ def rank_memory(
             memory["parameters"] = memory["parameters"] / dp_size + uneven * StateBytes().parameters
     if device == "cpu" and work.copies_state:
         memory["staging"] = staging_bytes(shape, work, num_ranks // work.tp)
-    return on_device(memory, work, device)
+    freed = 0.0
+    if shape.is_known:
+        accumulates = work.num_microbatches > 1 or num_ranks > 1
+        freed = freed_gradient_bytes(shape, work, zero_stage, accumulates=accumulates)
+    return on_device(memory, work, device, freed)
 
 
-def on_device(memory: dict[str, float], work: Workload, device: str) -> dict[str, int]:
-    """By category, with what a device has besides and without what waits on the host."""
+def on_device(memory: dict[str, float], work: Workload, device: str, freed: float) -> dict[str, int]:
+    """By category, with what a device has besides and without what waits on the host. `freed`: gradients that a CPU's
+    allocator keeps."""
     if device != "cpu":
         on_host = {"optimizer": work.options.state_on_host} | dict.fromkeys(
             ("parameters", "gradients"), work.options.parameters_on_host
         )
         memory |= {category: 0 for category, is_away in on_host.items() if is_away}
     else:
-        memory["allocator"] = CPU_LIBRARY_BYTES + CPU_ALLOCATOR_SHARE * memory.get("activations", 0)
+        memory["allocator"] = CPU_LIBRARY_BYTES + CPU_ALLOCATOR_SHARE * memory.get("activations", 0) + freed
     memory = {category: size for category, size in memory.items() if size or category != "compression"}
     always = [category for category in CATEGORIES if category not in ("staging", "compression") or category in memory]
     return {category: round(memory.get(category, 0)) for category in always}

@@ -13,6 +13,7 @@ from phalanx.plan.memory import (
     LOOKED_UP_BYTES,
     StateBytes,
     Workload,
+    freed_gradient_bytes,
     loss_bytes,
     of_one_rank,
     on_device,
@@ -71,7 +72,8 @@ def pipeline_memory(
             memory["communication"] += _messages(schedule, rank, sent_bytes(shape, work))
         if device == "cpu" and work.copies_state:
             memory["staging"] = staging[rank]
-        found.append(on_device(memory, work, device))
+        freed = freed_gradient_bytes(shape, work, zero_stage, accumulates=True) if kept else 0.0
+        found.append(on_device(memory, work, device, freed))
     return tuple(found)
 
 
