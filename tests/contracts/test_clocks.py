@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from phalanx.core import phases as phases_module
-from phalanx.core.phases import Clock, HostClock, Phases
+from phalanx.core.phases import BlackBox, Clock, HostClock, Phases, read_black_box
 from phalanx.mesh.event_clock import EventClock, clock_of
 from phalanx.train.pipeline_record import on_one_clock, spans_of_rank
 
@@ -25,6 +26,9 @@ class Queue:
     num_waits: int = 0
 
     def perf_counter(self) -> float:
+        return self.host_s
+
+    def monotonic(self) -> float:
         return self.host_s
 
     def give(self, seconds: float) -> None:
@@ -109,6 +113,28 @@ def test_a_step_is_charged_where_its_work_is(machine: Machine) -> None:
             "forward": 2.0, "backward": 4.0, "collective": 1.0,
         }  # fmt: skip
     assert machine.queue.num_waits == 0
+
+
+def test_a_collective_that_is_only_queued_claims_no_seconds(machine: Machine, tmp_path: Path) -> None:
+    """FSDP's on a GPU: another stream has it, and what the computation waits for it is the computation's time."""
+    heard: list[str] = []
+    box = BlackBox(tmp_path / "box")
+    phases = Phases(box, (lambda step, phase: heard.append(phase),), clock=machine.clock)
+    with phases("forward"):
+        machine.work(2.0)
+        with phases.collective("all_gather parameters"):
+            machine.work(1.0)  # by a clock of events: what was queued on its own stream
+            inside = read_black_box(tmp_path / "box")
+        after = read_black_box(tmp_path / "box")
+    machine.queue.wait()
+    found = {name: round(s, 1) for name, s in phases.take().items() if round(s, 1)}
+    assert found == ({"forward": 3.0} if machine.clock.is_late else {"forward": 2.0, "collective": 1.0})
+    assert "collective" in heard, "where a fault strikes"
+    assert inside is not None
+    assert after is not None
+    assert (inside.phase, inside.collective) == ("collective", "all_gather parameters")
+    assert after.phase == "forward"
+    box.close()
 
 
 def test_what_happens_apart_is_charged_to_no_step(machine: Machine) -> None:

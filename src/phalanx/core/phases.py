@@ -192,6 +192,29 @@ class Phases:
         if len(self._stack) > depth:
             self.leave(name)
 
+    @contextmanager
+    def collective(self, words: str) -> Iterator[None]:
+        """A collective that the library below starts and waits for where it likes.
+
+        Where the call does the work it is a phase like any other. Where it is only queued, on a stream that the clock
+        does not see, its seconds cannot be told: listeners and the black box learn of it, and what the computation
+        waits for it is charged to the phase around, which goes on.
+        """
+        if not self.clock.is_late:
+            with self("collective", words):
+                yield
+            return
+        around = self._stack[-1] if self._stack else ("collective", "")
+        if self._black_box is not None:
+            self._black_box.write(self.step, "collective", words)
+        for listener in self._listeners:
+            listener(self.step, "collective")
+        yield
+        if self._black_box is not None:
+            self._black_box.write(self.step, *around)
+        for listener in self._of_training if self._stack else ():
+            listener(self.step, around[0])
+
     def enter(self, name: str, collective: str = "") -> None:
         """Begin a phase; the enclosing one stops counting. For places where a `with` cannot stand (hooks)."""
         assert name in PHASES, name

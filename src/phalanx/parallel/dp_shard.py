@@ -168,7 +168,8 @@ def _policy(compute: torch.dtype, low: bool, *, cast_inputs: bool) -> MixedPreci
 
 def _time_communication(unit: FSDPModule, piece: Workpiece) -> None:
     """Charge FSDP's gathers and scatters to "collective" where they block; on gloo that is where they happen, and they
-    go by what is quickest there."""
+    go by what is quickest there. On a GPU FSDP has streams of its own for them: what forward and backward wait for
+    these is a part of their seconds."""
     gather_class, scatter_class = fsdp_comm_classes()
     phases, traffic, layout = piece.phases, piece.traffic, piece.plan.layout.reduced
 
@@ -176,7 +177,7 @@ def _time_communication(unit: FSDPModule, piece: Workpiece) -> None:
         def __call__(
             self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
         ) -> Any:
-            with phases("collective", "all_gather parameters"):
+            with phases.collective("all_gather parameters"):
                 if async_op or output_tensor.device.type != "cpu":
                     return super().__call__(output_tensor, input_tensor, group, async_op)
                 rows = output_tensor.view(group.size(), -1)
@@ -192,7 +193,7 @@ def _time_communication(unit: FSDPModule, piece: Workpiece) -> None:
         ) -> Any:
             traffic.scatter(input_tensor.nbytes, layout.dp_shard)
             traffic.all_reduce(input_tensor.nbytes // layout.dp_shard, layout.dp_replicate)
-            with phases("collective", "reduce_scatter gradients"):
+            with phases.collective("reduce_scatter gradients"):
                 is_plain = op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
                 if async_op or not is_plain or output_tensor.device.type != "cpu":
                     return super().__call__(output_tensor, input_tensor, group, op, async_op)

@@ -65,6 +65,9 @@ def _ranks(facts: RunFacts) -> Html:
     left_out = len(facts.ranks) - len(ranks)
     note = "Over every step a rank ran, steps done again included. p99: 99 % of the steps took no longer. "
     note += "Unaccounted is the time of a step that no phase claims."
+    if facts.plan.get("device") == "cuda" and words.as_number(facts.plan.get("zero_stage")) >= 2:
+        note += " What a GPU waits for gathered weights and scattered gradients is a part of forward and backward: "
+        note += "FSDP's own streams are not timed, and “collective” does not have it."
     if left_out:
         note += f" Shown are rank {ranks[0].rank} and the slowest of the others; {left_out} ranks are left out."
     return tag(
