@@ -385,6 +385,21 @@ def test_an_error_on_a_gpu_aborts_instead_of_destroying(monkeypatch: pytest.Monk
     assert did == ["aborted"]
 
 
+def leave_early(rank: int, port: int) -> tuple[bool, bool]:
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2", RANK=str(rank))
+    with open_mesh(Layout(dp_replicate=2), device="cpu") as mesh:
+        mesh.barrier()
+        mesh_file.leave_at_once(mesh)
+        found = mesh.is_ours, dist.is_initialized()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return found
+
+
+def test_a_mesh_whose_groups_were_left_closes_without_them() -> None:
+    assert run_ranks(2, leave_early, free_port()) == [(True, False)] * 2
+
+
 # Devices and interfaces
 
 

@@ -11,7 +11,7 @@ import torch
 
 from commands import TINY, run
 from commands import events as events_of
-from phalanx.observe.events import Note, RankFailed, TextGenerated
+from phalanx.observe.events import Note, RankFailed, RunFinished, TextGenerated
 from phalanx.train.generate import generate
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
@@ -56,6 +56,43 @@ def test_a_sample_that_fails_does_not_fail_a_finished_run(
     notes = [event.facts["why"] for event in found if isinstance(event, Note) and event.code == "no_sample"]
     assert "RuntimeError: a mistake that only sampling shows" in notes
     assert not [event for event in found if isinstance(event, RankFailed | TextGenerated)]
+
+
+ABORTING = """
+import os
+
+import torch.distributed as dist
+from own_bigram import Bigram
+
+
+class Watched(Bigram):
+    def forward(self, inputs):
+        if self.training or os.environ["RANK"] in os.environ["FAILS_ON"].split(","):
+            return super().forward(inputs)
+        try:
+            dist.barrier()  # which the rank that fails never joins
+        except RuntimeError:
+            os.abort()  # as NCCL's watchdog does
+
+
+def build():
+    return Watched()
+"""
+
+
+def test_ranks_that_die_of_a_sample_that_failed_elsewhere_do_not_fail_a_finished_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_bigram.py").write_text(MODULE)
+    (tmp_path / "own_watched.py").write_text(ABORTING)
+    monkeypatch.setenv("FAILS_ON", "1")
+    keys = [key for key in TINY if not key.startswith(("model.", "train.sample_tokens"))]
+    keys += ["model.kind=own_watched:build", "parallel.ranks=2", "train.steps=5"]
+    done = run("train", *keys, "train.sample_tokens=8", "run.dir=R", cwd=tmp_path)
+    assert done.code == 0, done.err
+    found = [line.event for line in events_of(tmp_path / "R")]
+    assert [event.status for event in found if isinstance(event, RunFinished)] == ["finished"]
+    assert not [event for event in found if isinstance(event, RankFailed)]
 
 
 class OnDevice(torch.Tensor):

@@ -41,7 +41,7 @@ from phalanx.launch.paths import black_box
 from phalanx.launch.rank_env import read_rank_env
 from phalanx.mesh.determinism import deterministic_algorithms, explained_refusals
 from phalanx.mesh.event_clock import clock_of
-from phalanx.mesh.mesh import Mesh, open_mesh
+from phalanx.mesh.mesh import Mesh, leave_at_once, open_mesh
 from phalanx.mesh.rendezvous import RENDEZVOUS_S, SUPERVISED_RENDEZVOUS_S
 from phalanx.nn.build import build_model, build_objective
 from phalanx.observe.bus import CLOSE_AFTER_ERROR_S, CLOSE_MORE_S, Bus, OpenSink
@@ -78,6 +78,8 @@ class RankRun:
     """Of the lock on the run directory, as JSON: the job's supervisor."""
     report_error: Callable[[BaseException], object] = lambda error: None
     """Tells the launcher why this rank fails, before anything that may wait for other ranks. May be called twice."""
+    tell_done: Callable[[], object] = lambda: None
+    """Tells the launcher that this rank's work is done, whatever comes of the sample of text and the way out."""
     pass_on: Callable[[str], object] = lambda line: None
     """Shows whoever watches the line of an event that the disk did not take."""
 
@@ -91,7 +93,8 @@ def main(payload: dict[str, Any]) -> int:
     if ranks.attempt > payload["first_attempt"]:  # a restart began with this process, not with the command
         started_s = time.monotonic()
     run_dir, epoch = Path(payload["run_dir"]), int(payload["epoch"])
-    claim = epoch, payload.get("holder"), payload["report_error"], payload["pass_on_event"]
+    tellers = payload["report_error"], payload["tell_done"], payload["pass_on_event"]
+    claim = epoch, payload.get("holder"), *tellers
     return run_rank(RankRun(job, plan, run_dir, ranks.rank, ranks.attempt, started_s, *claim))
 
 
@@ -213,12 +216,18 @@ def _train(
                     bus.emit(Note("compression_starts_anew", {"why": state.lost_reduction}))
             phases.leave("startup")
             ended = trainer.run()
+        if ended == "finished":
+            # All is saved: a rank that dies from here on has not failed the run, and no rank does before all are here.
+            run.tell_done()
+            mesh.barrier()
         all_go_on = ended != "finished" or _sample_text(job, plan, mesh, corpus, trainer, meter)
         predicted = plan.predicted_of(mesh.rank)
         bus.emit(meter.measure(state.shards(), state.model, predicted, trainer.staging_bytes))
         meter.stop()
         if all_go_on:
             mesh.barrier()
+        else:
+            leave_at_once(mesh)  # closing it on a GPU would wait for a collective of the sample that the others are in
     return {"finished": ExitCode.OK, "sigterm": ExitCode.PREEMPTED, "sigint": ExitCode.INTERRUPTED}[ended]
 
 

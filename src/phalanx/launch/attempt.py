@@ -28,6 +28,9 @@ REPORTED_WINDOW_S = 3.0
 # While stopping, after the first rank left with an error: the save can no longer succeed.
 BROKEN_STOP_S = 5.0
 KILL_PATIENCE_S = 2.0
+# After the first rank left a run that all say is done: longer than a rank's sinks may take. A rank that others left in
+# a collective of the sample would stay until the collective's time is over.
+DONE_WINDOW_S = 90.0
 STACKS_WINDOW_S = 0.5  # for ranks that said nothing to write their stacks, before they are killed
 
 
@@ -195,6 +198,8 @@ class AttemptWatch:
         self.end.exits[left.rank] = left
         if self.end.has_failed(left.rank):
             self._first_failure_at = min(self._first_failure_at, now)
+        elif len(self.end.records) == self._num_ranks and not any(r.has_failed for r in self.end.records.values()):
+            self._grace_until = min(self._grace_until, now + DONE_WINDOW_S)
 
     def _on_signal(self, number: int) -> None:
         if self._stop.signal is None:

@@ -36,7 +36,7 @@ class RankTask:
     doing: str = "training"
 
 
-REPORT_ERROR, PASS_ON = "report_error", "pass_on_event"
+REPORT_ERROR, TELL_DONE, PASS_ON = "report_error", "tell_done", "pass_on_event"
 # Has a rank write its main thread's stack to its log, also while C code holds the interpreter's lock. Schedulers send
 # SIGUSR1 and SIGUSR2; this one is left alone.
 STACKS_SIGNAL = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
@@ -47,12 +47,16 @@ def run_rank(task: RankTask, end: EndWriter) -> int:
     """Call the entry and say on `end` how it ended. Returns the exit code of the process, which nobody believes.
 
     The entry's payload holds, as `report_error`, a function of an exception: an entry whose way out may block, because
-    other ranks or threads take part in it, reports its error before it cleans up. `pass_on_event` is a function of an
-    event's line, which shows the supervisor what the disk did not take.
+    other ranks or threads take part in it, reports its error before it cleans up. `tell_done` says that its work is
+    done, before what may still go wrong and spoils nothing. `pass_on_event` is a function of an event's line, which
+    shows the supervisor what the disk did not take.
     """
 
     def report_error(error: BaseException) -> int:
         return _report(task, error, end)
+
+    def tell_done() -> None:
+        end.tell(EndRecord(int(ExitCode.OK)))
 
     try:
         _close_input()
@@ -62,7 +66,7 @@ def run_rank(task: RankTask, end: EndWriter) -> int:
         os.environ.update(rank_variables(task.ranks, task.master_port, os.environ))
         trace = task.run_dir / "logs" / f"nccl-attempt-{task.ranks.attempt:02d}-rank-"
         os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(trace))  # torch appends the rank
-        more = {REPORT_ERROR: report_error, PASS_ON: end.pass_on}
+        more = {REPORT_ERROR: report_error, TELL_DONE: tell_done, PASS_ON: end.pass_on}
         code = int(resolve(task.entry, "phalanx", "")(task.payload | more) or 0) & 0xFF
         end.tell(EndRecord(code))
         _finish()

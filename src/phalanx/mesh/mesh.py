@@ -54,6 +54,8 @@ class Mesh:
     expert_mesh: DeviceMesh | None = field(default=None, repr=False)
     """The same ranks along pp, dp_replicate, expert_shard, ep and tp; None where there is no ep."""
     group: dist.ProcessGroup | None = field(default=None, repr=False)
+    is_ours: bool = field(default=False, repr=False)
+    """True where `open_mesh` has opened the groups, and closes them."""
 
     @property
     def world_size(self) -> int:
@@ -284,12 +286,12 @@ def open_mesh(
             reducing = _device_mesh(where, layout.reduced, timeout_s) if layout.cp > 1 else None
             # Where ranks go on, groups stay open, for DTensor keeps what it knows of a mesh for another one like it;
             # the next mesh with the same axes gets them again, as each group of gloo has three threads that never rest.
-            yield Mesh(layout, rank, local_rank, where, device_mesh, reducing, _expert_mesh(where, layout, timeout_s))
-            if ours and where.type == "cuda":
+            experts = _expert_mesh(where, layout, timeout_s)
+            yield Mesh(layout, rank, local_rank, where, device_mesh, reducing, experts, is_ours=ours)
+            if ours and where.type == "cuda" and dist.is_initialized():  # or they were abandoned
                 torch.cuda.synchronize()
     except BaseException:
         if ours and dist.is_initialized():
-            _meshes.clear()
             _abandon_groups(where)
         raise
     finally:
@@ -299,11 +301,22 @@ def open_mesh(
         dist.destroy_process_group()
 
 
-def _abandon_groups(device: torch.device) -> None:
-    """Leave the groups after an error, while the other ranks may be in a collective that this one will never join.
+def leave_at_once(mesh: Mesh) -> None:
+    """Leave the groups of an open mesh, while the other ranks may be in a collective that this one will never join.
 
-    Destroying a group of NCCL waits for its kernels, and so for them; aborting does not. Gloo only closes its sockets.
+    The mesh is of no use from then on. Groups that somebody else has opened stay open, as `open_mesh` leaves them.
     """
+    if mesh.is_ours and dist.is_initialized():
+        _abandon_groups(mesh.device)
+
+
+def _abandon_groups(device: torch.device) -> None:
+    """Leave all groups without waiting for other ranks.
+
+    Destroying a group of NCCL waits for its kernels, and so for the others; aborting does not. Gloo only closes its
+    sockets.
+    """
+    _meshes.clear()
     with contextlib.suppress(Exception):  # the error that brought us here is the one to be seen
         if device.type == "cuda":
             dist.distributed_c10d._abort_process_group()
