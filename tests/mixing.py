@@ -63,6 +63,14 @@ def like_to_like(outputs: dict[str, torch.Tensor], batch: Batch) -> Pair:
     return (distance * alike).sum(), torch.tensor(len(alike))
 
 
+def mean_of_those_with_a_like(outputs: dict[str, torch.Tensor], batch: Batch) -> Pair:
+    """As supervised contrastive losses are written: a row that has no like in the batch is no target."""
+    alike = (batch["label"][:, None] == batch["label"]).fill_diagonal_(False)
+    scores = (outputs["left"] @ outputs["left"].T).fill_diagonal_(-1e4).log_softmax(-1)
+    has_like = alike.any(1)
+    return -(scores * alike).sum(1)[has_like].sum(), has_like.sum()
+
+
 def hinge_of_triples(outputs: dict[str, torch.Tensor], batch: Batch) -> Pair:
     """Each row is nearer to its like than to others, by a margin."""
     distance = torch.cdist(outputs["left"], outputs["left"])

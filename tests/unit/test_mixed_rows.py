@@ -46,7 +46,7 @@ def facts_of(objective: str | None, **how: Any) -> RowFacts:
 
 
 @pytest.mark.parametrize("source", ["labelled", "sorted_by_label"])
-@pytest.mark.parametrize("objective", ["like_to_like", "hinge_of_triples"])
+@pytest.mark.parametrize("objective", ["like_to_like", "mean_of_those_with_a_like", "hinge_of_triples"])
 def test_a_loss_of_pairs_is_found_although_few_rows_have_a_like(objective: str, source: str) -> None:
     job = job_of(objective)
     job = job.model_copy(update={"data": job.data.model_copy(update={"source": f"mixing:{source}"})})

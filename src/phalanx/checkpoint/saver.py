@@ -9,6 +9,7 @@ is raised in training.
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -145,7 +146,8 @@ class Saver:
         if not flight.is_done:
             why = f"training ended by an error, and the save in flight was not done {timeout_s:g} s later"
         elif flight.crash is not None:
-            why = f"training ended by an error, and the save in flight by {type(flight.crash).__name__}: {flight.crash}"
+            traceback.print_exception(flight.crash)  # in this rank's log
+            why = f"training ended by an error, and the save in flight with it ({type(flight.crash).__name__})"
         if why:
             self._tell(Note("save_left_behind", {"why": why}))
 

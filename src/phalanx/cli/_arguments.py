@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
-from phalanx.core.errors import UsageError
+from phalanx.core.errors import UsageError, did_you_mean
 
 _KEY = re.compile(r"[A-Za-z_]+\.(?!toml$)[A-Za-z_]+")
 _OVERRIDE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*=")
@@ -19,6 +21,11 @@ def split_arguments(arguments: Sequence[str], *, allow_file: bool = True) -> tup
     if files and not allow_file:
         raise UsageError(f"{files[0]!r}: a resumed run has its own job", fix="give only key=value")
     for word in files:
+        ending = Path(word).suffix
+        is_misspelt = ending != ".toml" and difflib.get_close_matches(ending, [".toml"], cutoff=0.7)
+        if is_misspelt and not os.path.exists(word):
+            near = did_you_mean(word, sorted(path.name for path in Path().glob("*.toml")))
+            raise UsageError(f"{word!r}: no such job file", fix=near or "phalanx init writes one")
         if _KEY.fullmatch(word) and not os.path.exists(word):
             raise UsageError(f"{word!r}: neither a job file nor an override", fix=f"an override is {word}=VALUE")
     if files and not files[0].endswith((".toml", ".json")):

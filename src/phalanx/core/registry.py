@@ -67,7 +67,8 @@ def resolve(kind: str, package: str, attribute: str) -> Any:
         raise
     for part in path.split("."):
         if not hasattr(found, part):
-            raise LayoutError(f"{module_name!r} has no {path!r}")
+            near = did_you_mean(part, [name for name in dir(found) if not name.startswith("_")])
+            raise LayoutError(f"{module_name!r} has no {path!r}", fix=near or None)
         found = getattr(found, part)
     return found
 

@@ -221,6 +221,9 @@ def read_manifest(directory: Path) -> tuple[Manifest, str]:
             raise DataError("no such folder", where=str(directory)) from None
         why = "dataset.json is written last, and is not there"
         raise DataError("no finished dataset", where=str(directory), why=why, fix="run phalanx data build") from None
+    except NotADirectoryError:
+        fix = "phalanx data build makes one"
+        raise DataError("is no folder of token shards", where=str(directory), fix=fix) from None
     except OSError as error:
         raise unreadable(error, path, "dataset.json cannot be used", fix="build the dataset again") from None
     except ValueError as error:

@@ -76,6 +76,8 @@ class LedgerReport:
 
 def check_ledger(run_dir: Path) -> LedgerReport:
     """Check the records of all attempts of a run. Raises DataError (exit 4) where there are none, or no run."""
+    if not run_dir.is_dir():
+        raise DataError("no such directory", where=str(run_dir), fix="give the directory of a run")
     found, starts = _read_events(run_dir)
     if not found:
         raise DataError(

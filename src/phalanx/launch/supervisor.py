@@ -211,7 +211,7 @@ class _Supervisor:
         """A stop was asked for. Whatever happened on the way, the run is to be continued, not repaired."""
         code = ExitCode.INTERRUPTED if self._stop.at_once or self._is_interrupt() else ExitCode.PREEMPTED
         if self._stop.at_once:
-            return self._leave(code, "stopped at once by Ctrl-C; the last checkpoint stands")
+            return self._leave(code, "stopped at once by Ctrl-C; the last checkpoint, if any, stands")
         if end.codes == {ExitCode.OK}:
             return Outcome(int(ExitCode.OK), "finished", "", self._num_attempts)
         if not end.exits:

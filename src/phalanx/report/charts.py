@@ -163,7 +163,7 @@ def stack_chart(chart: StackChart) -> Html:
     hover += [[name, chart.classes[name], _numbers(at), _numbers(ys)] for name, ys in parts.items() if any(ys)]
     rows = _few_rows(len(at))
     data = table(
-        ["step", *[f"{name} ({chart.unit})" for name in parts]],
+        ["step", *[_with_unit(name, chart.unit) for name in parts]],
         [[_step_text(at[row]), *[_plain(ys[row]) for ys in parts.values()]] for row in rows],
         css_class="num",
     )
@@ -267,7 +267,7 @@ def _table(chart: LineChart) -> Html:
     parts: list[Html] = []
     if lines:
         xs = lines[0].xs
-        head = ["step", *[f"{series.name} ({chart.unit})" for series in lines]]
+        head = ["step", *[_with_unit(series.name, chart.unit) for series in lines]]
         rows = [[_step_text(xs[r]), *[_plain(series.ys[r]) for series in lines]] for r in _few_rows(len(xs))]
         parts.append(table(head, rows, css_class="num"))
     for series in chart.series:
@@ -405,3 +405,7 @@ def _value(value: float, unit: str) -> str:
 
 def _step_text(step: float) -> str:
     return f"{step:.0f}"
+
+
+def _with_unit(name: str, unit: str) -> str:
+    return f"{name} ({unit})" if unit else name

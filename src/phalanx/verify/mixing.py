@@ -43,8 +43,10 @@ def mixes_rows(module: nn.Module, loss: Loss, batch: Batch, masks: Definition, t
         with masks.of(1, start, stop - start), buffers_kept(module):
             part, targets = loss(module, {key: tensor[start:stop] for key, tensor in batch.items()})
         apart, count = apart + part.item(), count + int(targets)
-    if not num_targets or not count:
+    if not num_targets:
         return False
+    if not count:  # targets that only the whole has: of pairs of rows, say
+        return True
     mean = total / num_targets
     return not abs(apart / count - mean) <= MIXES * abs(mean)
 

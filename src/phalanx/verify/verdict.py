@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.plan.pipeline.planned import Pipeline
-from phalanx.verify.causes import Causes
+from phalanx.verify.causes import ROWS_MIXED, Causes
 from phalanx.verify.compare import NO_DOTS, Comparison
 from phalanx.verify.flips import EVALUATION, UPDATE_TOLERANCE, Misrouted, optimizer_step, train_step
 from phalanx.verify.row import Difference
@@ -117,8 +117,12 @@ class Judge:
             if seen["num_targets"][step] != wanted:
                 found = seen["num_targets"][step]
                 cause = (
-                    f"{found} targets were counted, not {wanted}: masked ones count, a microbatch is left out, "
-                    "or ranks see other shares of the batch than they should"
+                    ROWS_MIXED
+                    if self._trace.mixed_by == "objective"
+                    else (
+                        f"{found} targets were counted, not {wanted}: masked ones count, a microbatch is left out, "
+                        "or ranks see other shares of the batch than they should"
+                    )
                 )
                 yield Difference("number of targets", "", step, abs(found - wanted) / wanted, rank, (rank,), "", cause)
                 return
