@@ -18,7 +18,7 @@ from phalanx.plan.mixed_rows import RowFacts, row_warnings
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.verify.rows import check_rows
-from phalanx.verify.rows_probe import sample_batch
+from phalanx.verify.rows_probe import answer, sample_batch
 
 SHAPE = measured_shape("mixing", 0, Measured(200, 200, 200, 0))  # for the plan's memory alone
 
@@ -82,6 +82,13 @@ def test_looking_changes_nothing_of_the_process() -> None:
 def test_a_loss_that_fails_is_left_to_training() -> None:
     assert facts_of("no_such_function") == RowFacts()
     assert facts_of("by_rows", no_such_argument=1) == RowFacts()
+
+
+def test_an_objective_that_is_not_there_is_told_with_the_nearest_name() -> None:
+    """Before ranks start, and not by a plan that knows nothing of it."""
+    job = job_of("contrastiv")
+    facts = RowFacts(**answer({"job": job.to_json(), "plan": plan_of(job).to_json()}))
+    assert facts == RowFacts(unknown="'mixing' has no 'contrastiv'; did you mean \"contrastive\"?")
 
 
 @pytest.fixture

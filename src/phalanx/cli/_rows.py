@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from phalanx.core.digest import digest
+from phalanx.core.errors import LayoutError
 from phalanx.core.files import read_json, write_json_atomic
 from phalanx.core.registry import is_foreign
 from phalanx.job.foreign import SHAPE_CACHE, ask_process, last_line, sources_of, states_of
@@ -21,13 +22,17 @@ TIMEOUT_S = 30.0  # a run waits for it before its ranks start
 
 
 def warnings_of_rows(job: Job, plan: Plan, *, ask: bool = True) -> tuple[EarlyWarning, ...]:
-    """Nothing for what phalanx brings itself, and for what cannot be tried: a run says what is wrong with it.
+    """Nothing for what phalanx brings itself, and for what cannot be tried: a run says what is wrong with it. Raises
+    LayoutError for an objective that is not there.
 
     Without `ask`, user code is not called: only an answer that is kept from before counts.
     """
     if not has_own_code(job) or plan.num_params > MAX_PARAMS:
         return ()
-    return row_warnings(_facts_of_rows(job, plan, ask), job, plan)
+    facts = _facts_of_rows(job, plan, ask)
+    if facts.unknown:
+        raise LayoutError(f"model.objective={job.model.objective}: {facts.unknown}")
+    return row_warnings(facts, job, plan)
 
 
 def _facts_of_rows(job: Job, plan: Plan, ask: bool) -> RowFacts:

@@ -33,11 +33,13 @@ def has_own_code(job: Job) -> bool:
 @dataclass(frozen=True)
 class RowFacts:
     """`mixes`: what makes the loss of a batch something else than the sum of the losses of its rows. `collective`: the
-    call of torch.distributed in it. Empty where there is no such thing, or where it could not be tried.
+    call of torch.distributed in it. Empty where there is no such thing, or where it could not be tried. `unknown`: why
+    the name of the objective leads to nothing.
     """
 
     mixes: Literal["", "model", "objective"] = ""
     collective: str = ""
+    unknown: str = ""
 
 
 def row_warnings(facts: RowFacts, job: Job, plan: Plan) -> tuple[EarlyWarning, ...]:

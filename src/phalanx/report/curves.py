@@ -194,5 +194,6 @@ def resident_chart(facts: RunFacts) -> Html:
         marks=restarts(facts),
         zero=True,
         x_range=x_range(facts),
+        note="Pages that processes share count whole here, and by their share in the console's mem.",
     )
     return line_chart(chart)

@@ -18,9 +18,13 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from phalanx.core.batch import BYTE_VOCAB_SIZE
+from phalanx.core.errors import LayoutError
+from phalanx.core.registry import resolve
 from phalanx.data.user_dataset import UserSamples, open_user_dataset
 from phalanx.job.own_dataset import is_own_dataset
 from phalanx.job.schema import Job
+from phalanx.nn.build import MODELS
+from phalanx.plan.mixed_rows import RowFacts
 from phalanx.plan.plan import Plan
 from phalanx.verify.batches import Batch, made_up
 from phalanx.verify.rows import NUM_ROWS, check_rows
@@ -33,6 +37,11 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     """`request`: job and plan. Raises what the dataset raises."""
     job = Job.model_validate_json(json.dumps(request["job"]))
     plan = Plan.from_json(request["plan"])
+    try:
+        if job.model.objective is not None:
+            resolve(job.model.objective, MODELS, "objective")
+    except LayoutError as error:
+        return asdict(RowFacts(unknown=str(error)))
     batch = sample_batch(job, plan)
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     return asdict(check_rows(job, plan, batch))
