@@ -18,7 +18,7 @@ def this_command() -> str:
     """What calls this program in a shell here: `phalanx` where that is on the PATH, else what was typed, a path or
     `python -m phalanx`."""
     typed = sys.argv[0]
-    if os.path.basename(typed) == "__main__.py" and shutil.which("phalanx") is None:
+    if Path(typed).parts[-2:] == ("phalanx", "__main__.py") and shutil.which("phalanx") is None:
         return f"{shlex.quote(sys.executable)} -m phalanx"
     is_a_path = os.path.basename(typed) == "phalanx" and os.sep in typed
     on_path = shutil.which("phalanx")
