@@ -14,8 +14,9 @@ from phalanx.plan.layout import Layout
 
 EARLIER_STAND = "the checkpoints before this one stand"
 _ONLY_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
-_TAKEN = (RunTakenError, StoreTakenError)
-_KINDS: dict[str, type[CheckpointError]] = {kind.__name__: kind for kind in (StorageError, *_TAKEN)}
+_KINDS: dict[str, type[CheckpointError]] = {
+    kind.__name__: kind for kind in (StorageError, RunTakenError, StoreTakenError)
+}
 
 
 class Group(Protocol):
@@ -52,7 +53,8 @@ def agreed(group: Group, where: str, doing: str) -> Iterator[dict[str, Any]]:
     failed = [(f"rank {rank}: {error}", fix, kind) for rank, (error, fix, kind, _) in enumerate(results) if error]
     if failed:
         # That the run is another job's says more than what else went wrong because of it.
-        is_taken = {kind.__name__ for kind in _TAKEN}
-        why, fix, kind = next((told for told in failed if told[2] in is_taken), failed[0])
-        raise _KINDS.get(kind or "", CheckpointError)(f"failed while {doing}", where=where, why=why, fix=fix)
+        kinds = [_KINDS.get(kind or "", CheckpointError) for *_, kind in failed]
+        first = next((i for i, kind in enumerate(kinds) if issubclass(kind, RunTakenError)), 0)
+        why, fix, _ = failed[first]
+        raise kinds[first](f"failed while {doing}", where=where, why=why, fix=fix)
     outcome["all"] = [mine for *_, mine in results]

@@ -205,15 +205,7 @@ def _train(
             )
             if mesh.rank == 0:
                 bus.emit(_run_started(job, plan, mesh, state, restored, run.started_s))
-                if lacks:
-                    bus.emit(Note("warning", {"warning": "little_room", "text": lacks}))
-                for warning in plan.warnings:
-                    bus.emit(Note("warning", {"warning": warning.code, "text": warning.text}))
-                say_batch_change(job, plan, state, bus)
-                if state.other_cpu:
-                    bus.emit(Note("another_cpu", {"why": state.other_cpu}))
-                if state.lost_reduction:
-                    bus.emit(Note("compression_starts_anew", {"why": state.lost_reduction}))
+                _say_warnings(job, plan, state, bus, lacks)
             phases.leave("startup")
             ended = trainer.run()
         if ended == "finished":
@@ -294,6 +286,19 @@ def restore_newest(
                 bus.emit(CheckpointUnusable(folder.step, place, error.why or str(error)))
     assert first_error is not None
     raise first_error
+
+
+def _say_warnings(job: Job, plan: Plan, state: TrainState, bus: Bus, lacks: str) -> None:
+    """What the owner of a run may regret, before its first step. `lacks`: room on a GPU."""
+    if lacks:
+        bus.emit(Note("warning", {"warning": "little_room", "text": lacks}))
+    for warning in plan.warnings:
+        bus.emit(Note("warning", {"warning": warning.code, "text": warning.text}))
+    say_batch_change(job, plan, state, bus)
+    if state.other_cpu:
+        bus.emit(Note("another_cpu", {"why": state.other_cpu}))
+    if state.lost_reduction:
+        bus.emit(Note("compression_starts_anew", {"why": state.lost_reduction}))
 
 
 def _run_started(
