@@ -39,9 +39,9 @@ MODULES = (
 VERBS = ("train", "plan", "verify", "report", "checkpoint", "data", "eval", "generate", "init")
 # What each nursery imports: of ranks what MODULES import, but not they themselves, for each runs as `__main__`.
 IMPORTED = {
-    "ranks": ("torch", "torch._dynamo", "phalanx.cli._rank", "phalanx.verify.rank", "phalanx.nn.hf", "runpy"),
+    "ranks": ("torch", "torch._dynamo", "phalanx.run.rank", "phalanx.verify.rank", "phalanx.nn.hf", "runpy"),
     "commands": (
-        *("phalanx.cli._run", "phalanx.cli._prepare", "phalanx.observe.sinks.tensorboard", "runpy"),
+        *("phalanx.run.supervised", "phalanx.run.prepare", "phalanx.observe.sinks.tensorboard", "runpy"),
         *(f"phalanx.cli.{verb}" for verb in VERBS),
     ),
 }

@@ -10,7 +10,7 @@ def main() -> None:
         print("phalanx: Windows is not supported; use WSL or Linux", file=sys.stderr)
         sys.exit(6)
     from phalanx.cli._app import run
-    from phalanx.cli._output import open_closed_streams
+    from phalanx.core.output import open_closed_streams
     from phalanx.core.terminal import filter_output
 
     open_closed_streams()

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 from commands import wait_until
-from phalanx.cli._needs import check_needs, sink_openers
 from phalanx.core.errors import EnvironmentProblem, ExitCode
 from phalanx.core.registry import names, resolve
 from phalanx.job.schema import Job, Observe
@@ -37,6 +36,7 @@ from phalanx.observe.events import (
 )
 from phalanx.observe.sink_process import ProcessSink, SinkProcessError
 from phalanx.observe.sinks._metrics import Metrics, values_of
+from phalanx.run.needs import check_needs, sink_openers
 from sink_readers import CURVES, mlflow_run, tensorboard_curves, wandb_runs
 
 PACKAGE = "phalanx.observe.sinks"

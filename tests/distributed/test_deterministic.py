@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from commands import TINY, environment, run, write_text
-from phalanx.cli._resume import resumed_job
 from phalanx.core.errors import EnvironmentProblem, LayoutError
 from phalanx.core.files import write_json_atomic
 from phalanx.job.load import load_job
 from phalanx.mesh.determinism import CUBLAS_VARIABLE, deterministic_algorithms, explained_refusals
+from phalanx.run.resume import resumed_job
 
 # put_ without accumulate has no deterministic implementation, on CPUs either.
 OBJECTIVE = """

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from test_launch import Run, _nothing_is_left, run  # noqa: F401  (fixtures)
 
-from phalanx.cli._needs import preload
 from phalanx.job.schema import Job
 from phalanx.launch.server_process import _server_environment
 from phalanx.observe.events import Note
+from phalanx.run.needs import preload
 
 DRIVER = """
 static int begun;

@@ -11,9 +11,6 @@ import pytest
 import torch
 
 from phalanx.checkpoint.stores import open_store
-from phalanx.cli._prepare import prepared_run
-from phalanx.cli._rank import RankRun, build_state, find_checkpoints, restore_newest, run_rank
-from phalanx.cli._subject_rank import _opened
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import Phases
 from phalanx.job.load import load_job
@@ -26,6 +23,9 @@ from phalanx.observe.tail import EventTail
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.planner import make_plan
+from phalanx.run.prepare import prepared_run
+from phalanx.run.rank import RankRun, build_state, find_checkpoints, restore_newest, run_rank
+from phalanx.run.trained.rank import _opened
 from ranks import run_ranks
 
 SMALL = ("model.num_layers=2", "model.dim=32", "model.num_heads=2", "model.vocab_size=64", "data.seq_len=16")

@@ -15,7 +15,7 @@ from commands import environment
 PREPARING = """
 import contextlib, os, signal, sys
 from pathlib import Path
-from phalanx.cli._run import stopped_once
+from phalanx.run.supervised import stopped_once
 from phalanx.core.errors import PhalanxError
 from phalanx.launch.end_record import EndRecord
 from phalanx.launch.guard import fork_guarded

@@ -17,12 +17,12 @@ from commands import COLD, TINY, environment, run, write_text
 from phalanx.checkpoint.locks import hold_run_lock
 from phalanx.cli import _app
 from phalanx.cli._arguments import split_arguments
-from phalanx.cli._prepare import announce, prepared_run
-from phalanx.cli._summary import summary_lines
 from phalanx.core.errors import DataError, ExitCode, LayoutError, ResourceError, RunLockedError, UsageError
 from phalanx.job.load import load_job
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import BaselineMeasured, EvalFinished, TextGenerated
+from phalanx.report.end_of_run import summary_lines
+from phalanx.run.prepare import announce, prepared_run
 
 
 def test_arguments_are_a_file_and_overrides_in_any_order() -> None:
@@ -240,14 +240,14 @@ def test_how_a_single_document_is_held_out_is_said_before_the_start(
 
 def test_a_run_without_a_directory_gets_a_fresh_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the name of this second is taken: by another run, or before the clock was set back."""
-    from phalanx.cli import _run
     from phalanx.job.schema import Job
+    from phalanx.run import supervised
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(_run.time, "strftime", lambda form: "20260101-000000")
+    monkeypatch.setattr(supervised.time, "strftime", lambda form: "20260101-000000")
     names = []
     for _ in range(3):
-        names.append(_run._fresh_name(Job()))
+        names.append(supervised._fresh_name(Job()))
         Path(names[-1]).mkdir(parents=True)
     first = "runs/train-20260101-000000"
     assert names == [first, f"{first}-2", f"{first}-3"]

@@ -12,13 +12,13 @@ from phalanx.checkpoint.epoch import take_epoch
 from phalanx.checkpoint.fence import Fence
 from phalanx.checkpoint.locks import LOCK_NAME, hold_run_lock
 from phalanx.checkpoint.stores.local import LocalStore
-from phalanx.cli._prepare import _facts_written
-from phalanx.cli._rank import find_checkpoints
 from phalanx.core.errors import RunLockedError, RunTakenError
 from phalanx.job.load import load_job
 from phalanx.mesh.mesh import open_mesh
 from phalanx.observe.bus import Bus
 from phalanx.plan.layout import Layout
+from phalanx.run.prepare import _facts_written
+from phalanx.run.rank import find_checkpoints
 from phalanx.train.best import Best
 from phalanx.train.evaluation import Judged
 

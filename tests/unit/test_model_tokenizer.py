@@ -11,7 +11,6 @@ import pytest
 from hf_zoo import TEXT, write_config, write_tokenizer
 from models import CPU
 from phalanx.cli import _app
-from phalanx.cli._tokens import find_tokens, model_tokenizer
 from phalanx.core.errors import DataError
 from phalanx.data.build import build_dataset
 from phalanx.data.corpus import Corpus
@@ -21,6 +20,7 @@ from phalanx.data.tokenizer_files import tokenizer_files
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job
 from phalanx.plan.planner import make_plan
+from phalanx.run.tokens import find_tokens, model_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 ROWS = 290

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cli._next import next_line
+from phalanx.run.next_command import next_line
 
 
 def test_the_command_is_the_one_that_was_typed_unless_the_path_has_it(

@@ -12,12 +12,12 @@ import pytest
 from test_pipeline_measured import EVEN, measured, pipeline
 from test_report import EVIL, Page, Run, page_of, step
 
-from phalanx.cli._summary import summary_lines
 from phalanx.observe import events
 from phalanx.observe.events import seal
 from phalanx.observe.words import describe
 from phalanx.plan.pipeline.planned import Pipeline
 from phalanx.plan.pipeline.simulate import StageCosts
+from phalanx.report.end_of_run import summary_lines
 from phalanx.report.reduce import reduce_run
 from phalanx.report.summary import run_json
 

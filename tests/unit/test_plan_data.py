@@ -14,9 +14,9 @@ from test_data_megatron import write as write_megatron
 
 from commands import write_text
 from phalanx.cli import _app
-from phalanx.cli._plan import plan_as_it_trains
-from phalanx.cli._prepare import prepared_run
 from phalanx.job.load import load_job
+from phalanx.run.plan_job import plan_as_it_trains
+from phalanx.run.prepare import prepared_run
 
 SMALL = ("model.num_layers=1", "model.dim=32", "model.num_heads=2", "data.seq_len=32", "cluster.device=cpu")
 OWN = """

@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 
 from models import CPU
-from phalanx.cli._prepare import Prepared, prepared_run
-from phalanx.cli._resume import resumed_job
 from phalanx.core.files import read_json, write_json_atomic
 from phalanx.job.load import load_job, load_job_json
 from phalanx.job.schema import Job
@@ -23,6 +21,8 @@ from phalanx.plan.describe import describe
 from phalanx.plan.nvidia import Gpu
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
+from phalanx.run.prepare import Prepared, prepared_run
+from phalanx.run.resume import resumed_job
 from phalanx.verify.cases import not_judged
 
 GIB = 2**30
@@ -103,7 +103,7 @@ def test_the_command_line_asks_the_gpus_that_are_there(tmp_path: Path, lines: li
 
 
 def test_explain_says_it_of_cpus(capsys: pytest.CaptureFixture[str]) -> None:
-    from phalanx.cli._explain import explain
+    from phalanx.run.explain import explain
 
     explained, _ = explain(load_job(None, ["cluster.device=cpu"]), None, ["cluster.device=cpu"])
     (value,) = (one for one in explained if one.key == "precision.compute")

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from models import CPU
-from phalanx.cli._data import say_batch_change
 from phalanx.core.errors import JobError
 from phalanx.job.load import load_job
 from phalanx.job.rate import PeakRate, peak_rate, reference_on_resume, resolved_optim
@@ -21,6 +20,7 @@ from phalanx.optim.build import build_optimizer
 from phalanx.plan.describe import describe
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
+from phalanx.run.data import say_batch_change
 from phalanx.train.state import TrainState
 
 

@@ -10,13 +10,13 @@ import pytest
 
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.stores import open_store
-from phalanx.cli._resume import _EFFECTS, resumed_job
 from phalanx.core.errors import JobError, LayoutError
 from phalanx.core.files import write_json_atomic
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job
 from phalanx.optim.schedule import learning_rate
 from phalanx.plan.planner import make_plan
+from phalanx.run.resume import _EFFECTS, resumed_job
 
 SMALL = ("model.num_layers=4", "model.dim=32", "model.num_heads=4", "data.seq_len=32", "cluster.device=cpu")
 

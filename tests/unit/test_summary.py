@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from phalanx.checkpoint.best import write_best
-from phalanx.cli._summary import restart_lines, summary_lines
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import (
     EvalFinished,
@@ -21,6 +20,7 @@ from phalanx.observe.events import (
     seal,
 )
 from phalanx.observe.words import describe
+from phalanx.report.end_of_run import restart_lines, summary_lines
 from phalanx.report.page import write_report
 from phalanx.report.reduce import reduce_run
 from phalanx.report.summary import run_json

@@ -13,7 +13,6 @@ from typing import BinaryIO
 import pytest
 
 from phalanx.checkpoint.fence import Fence
-from phalanx.cli._run import open_supervisor_bus, shows_refused
 from phalanx.core.files import LINE_BYTES, open_regular
 from phalanx.observe import tail as reading
 from phalanx.observe.bus import Bus, event_path
@@ -31,6 +30,7 @@ from phalanx.observe.events import (
 )
 from phalanx.observe.tail import EventTail, read_event, recorded
 from phalanx.report.reduce import reduce_run
+from phalanx.run.supervised import open_supervisor_bus, shows_refused
 
 
 def line(event: Event, *, rank: int = 0, attempt: int = 0, at: float = 1.0) -> bytes:

@@ -109,7 +109,7 @@ def run(options: argparse.Namespace, rows: Sequence[Row]) -> int:
 
 def _warm_file_cache() -> None:
     """Read what every contender imports, so that the first row does not pay for the disk."""
-    modules = "import phalanx.cli._rank, torch.distributed.run, phalanx.cli.train"
+    modules = "import phalanx.run.rank, torch.distributed.run, phalanx.cli.train"
     subprocess.run([sys.executable, "-c", modules], check=False, stdout=subprocess.DEVNULL)
 
 

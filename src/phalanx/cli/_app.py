@@ -14,9 +14,9 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from phalanx.cli._output import open_closed_streams, silence
 from phalanx.core.errors import ExitCode, JobError, PhalanxError, did_you_mean
 from phalanx.core.files import disk_problem
+from phalanx.core.output import open_closed_streams, silence
 from phalanx.core.registry import names
 from phalanx.core.terminal import safe_output
 

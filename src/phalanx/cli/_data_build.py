@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx.cli._json import print_json
-from phalanx.cli._next import next_line
 from phalanx.cli._progress import ProgressLine
 from phalanx.core.errors import ExitCode
 from phalanx.core.units import MIB, format_bytes, format_count, format_seconds, plural
@@ -14,6 +13,7 @@ from phalanx.data.build import BuildProgress, build_dataset
 from phalanx.data.dataset import Dataset
 from phalanx.data.train_tokenizer import TrainingProgress, train_tokenizer
 from phalanx.report.dataset_page import left_out
+from phalanx.run.next_command import next_line
 
 
 def build(

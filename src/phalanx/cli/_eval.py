@@ -12,12 +12,8 @@ from typing import Any
 from phalanx.cli._arguments import split_arguments
 from phalanx.cli._checkpoint_output import refusing, tell
 from phalanx.cli._json import print_json
-from phalanx.cli._launched import refuse_launched_ranks
+from phalanx.cli._launched import refuse_launcher
 from phalanx.cli._progress import ProgressLine
-from phalanx.cli._scratch import scratch_directory
-from phalanx.cli._subject import DATA_KEYS, Subject, describe_ranks, open_subject
-from phalanx.cli._subject_run import require_result, run_ranks
-from phalanx.cli._tokens import find_tokens
 from phalanx.core.errors import CheckpointError, DataError, ExitCode, UsageError
 from phalanx.core.files import read_json
 from phalanx.core.units import format_seconds
@@ -32,6 +28,10 @@ from phalanx.observe.events import EvalFinished
 from phalanx.observe.tail import recorded
 from phalanx.observe.units import Units, units_of
 from phalanx.plan.warnings import NOTHING_MORE, MoreRemarks
+from phalanx.run.scratch import scratch_directory
+from phalanx.run.tokens import find_tokens
+from phalanx.run.trained.launch import require_result, run_ranks
+from phalanx.run.trained.model import DATA_KEYS, Subject, describe_ranks, open_subject
 
 SECTIONS = (
     *("data", "eval", "parallel", "precision", "cluster", "resilience.collective_timeout_s"),
@@ -56,7 +56,7 @@ def evaluate(place: str, arguments: Sequence[str], *, best: bool, as_json: bool)
     """The verb. Raises PhalanxError for what a user can mend; returns the exit code."""
     began = time.monotonic()
     with refusing(as_json), scratch_directory("eval") as scratch:
-        refuse_launched_ranks("eval")
+        refuse_launcher("eval")
         directory = scratch.directory
         job_file, overrides = split_arguments(arguments)
         subject = open_subject(place, job_file, overrides, best=best, sections=SECTIONS, alone=False)

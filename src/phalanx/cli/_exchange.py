@@ -15,11 +15,10 @@ from phalanx.checkpoint.exchange.new_directory import refuse_old
 from phalanx.checkpoint.exchange.sources import open_source
 from phalanx.checkpoint.exchange.stored import StoredBag
 from phalanx.checkpoint.folder import Folder
+from phalanx.checkpoint.origin import Origin, origin_of, run_of
 from phalanx.cli._checkpoint_output import refusing, tell
 from phalanx.cli._json import print_json
-from phalanx.cli._origins import Origin, origin_of, run_of
 from phalanx.cli._progress import ProgressLine
-from phalanx.cli._tokens import model_tokenizer
 from phalanx.core.errors import (
     CheckpointError,
     DataError,
@@ -40,6 +39,7 @@ from phalanx.job.load import load_job
 from phalanx.job.model_toml import model_section
 from phalanx.job.schema import Data, Model
 from phalanx.job.toml import toml_value
+from phalanx.run.tokens import model_tokenizer
 
 GB = 10**9
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

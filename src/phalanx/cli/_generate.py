@@ -12,16 +12,16 @@ from typing import Any
 from phalanx.cli._arguments import split_arguments
 from phalanx.cli._checkpoint_output import refusing, tell
 from phalanx.cli._json import print_json
-from phalanx.cli._launched import refuse_launched_ranks
-from phalanx.cli._output import silence
-from phalanx.cli._scratch import scratch_directory
-from phalanx.cli._subject import Subject, describe_ranks, open_subject
-from phalanx.cli._subject_run import require_result, run_ranks
+from phalanx.cli._launched import refuse_launcher
 from phalanx.core.errors import CheckpointError, DataError, ExitCode, LayoutError, UsageError
+from phalanx.core.output import silence
 from phalanx.core.printable import printable
 from phalanx.core.units import format_seconds, plural
 from phalanx.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from phalanx.plan.plan import Plan
+from phalanx.run.scratch import scratch_directory
+from phalanx.run.trained.launch import require_result, run_ranks
+from phalanx.run.trained.model import Subject, describe_ranks, open_subject
 
 SECTIONS = ("parallel", "precision", "cluster", "data.tokenizer", "train.compile")
 TOKENS = "tokens.jsonl"
@@ -57,7 +57,7 @@ class Text:
 def generate(request: Request) -> int:
     """The verb. Raises PhalanxError for what a user can mend; returns the exit code."""
     with refusing(request.as_json), scratch_directory("generate") as scratch:
-        refuse_launched_ranks("generate")
+        refuse_launcher("generate")
         job_file, overrides = split_arguments(request.arguments)
         subject = open_subject(
             request.checkpoint, job_file, overrides, best=request.best, sections=SECTIONS, alone=True

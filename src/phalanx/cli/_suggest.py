@@ -8,7 +8,6 @@ from typing import Any
 
 from phalanx.cli._arguments import split_arguments
 from phalanx.cli._json import print_json
-from phalanx.cli._scratch import scratch_directory
 from phalanx.cli._verify import Request, verify
 from phalanx.core.errors import LayoutError, PhalanxError
 from phalanx.core.files import read_json
@@ -23,6 +22,7 @@ from phalanx.launch.supervisor import LaunchSpec, supervise
 from phalanx.observe.bus import Bus
 from phalanx.plan.cluster import detect_cluster
 from phalanx.plan.planner import make_plan
+from phalanx.run.scratch import scratch_directory
 from phalanx.verify.cases import SMALL_VOCAB, judged_job
 
 ANSWER = "suggested.json"

@@ -10,9 +10,7 @@ from typing import Any
 
 from phalanx.cli._arguments import split_arguments
 from phalanx.cli._json import print_json, printing_json
-from phalanx.cli._launched import refuse_launched_ranks
-from phalanx.cli._next import next_line
-from phalanx.cli._scratch import Scratch, scratch_directory
+from phalanx.cli._launched import refuse_launcher
 from phalanx.core.errors import ExitCode, LayoutError, PhalanxError, ResourceError, UsageError, did_you_mean
 from phalanx.core.registry import is_foreign
 from phalanx.core.units import format_count, plural
@@ -29,6 +27,8 @@ from phalanx.launch.supervisor import LaunchSpec, Outcome, supervise
 from phalanx.observe.bus import Bus
 from phalanx.plan.cluster import detect_cluster
 from phalanx.plan.plan import Plan
+from phalanx.run.next_command import next_line
+from phalanx.run.scratch import Scratch, scratch_directory
 from phalanx.verify.cases import (
     SMALL_VOCAB,
     Case,
@@ -65,7 +65,7 @@ class Request:
 
 def verify(request: Request) -> int:
     """The verb. Raises PhalanxError for what a user can mend; returns the exit code."""
-    refuse_launched_ranks("verify")
+    refuse_launcher("verify")
     with printing_json(request.as_json):
         job, cases, notes, beside = _choose(request)
         if not request.as_json:

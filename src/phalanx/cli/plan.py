@@ -54,29 +54,34 @@ def command(
             )
         job_file, overrides = split_arguments(arguments or [])
         if explain:
-            from phalanx.cli._explain import print_explained
             from phalanx.job.load import load_job
+            from phalanx.run.explain import print_explained
 
             print_explained(load_job(job_file, overrides), job_file, overrides, as_json=as_json)
             return 0
         from dataclasses import replace
 
-        from phalanx.cli._plan import plan_as_it_trains
-        from phalanx.cli._rows import warnings_of_rows
         from phalanx.job.load import load_job
         from phalanx.job.own_dataset import is_own_dataset
         from phalanx.plan.describe import describe
+        from phalanx.run.mixed_rows import warnings_of_rows
+        from phalanx.run.plan_job import plan_as_it_trains
 
         job = load_job(job_file, overrides)
         plan, data_lines = plan_as_it_trains(job)
         plan = replace(plan, warnings=(*plan.warnings, *warnings_of_rows(job, plan)))
         if recut is not None:
-            from phalanx.cli._recut import print_recut
+            from phalanx.run.recut import recut_of_run
 
-            return print_recut(job, plan, recut, as_json=as_json)
+            better = recut_of_run(job, plan, recut)
+            if as_json:
+                print_json("recut", better.to_json(), indent=1)
+            else:
+                print("\n".join(better.lines()))
+            return 0
         initial = None
         if job.model.init_from is not None:
-            from phalanx.cli._initial import find_initial
+            from phalanx.run.initial import find_initial
 
             initial = find_initial(job.model, plan.model_shape)
         if as_json:
@@ -85,7 +90,7 @@ def command(
             print("\n".join([*data_lines, *describe(plan, of_samples=is_own_dataset(job.data.source))]))
             print("\n".join(initial.lines() if initial else []), end="\n" if initial else "")
             if job.data.source != "stdlib" or not plan.model_shape.reads_images:  # images need samples first
-                from phalanx.cli._next import after_planning
+                from phalanx.run.next_command import after_planning
 
                 print(after_planning(arguments or []))
     return 0

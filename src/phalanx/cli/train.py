@@ -43,20 +43,27 @@ def command(
     phalanx train job.toml --json > run.json  the facts for a program; words go to stderr
     """
     from phalanx.cli._arguments import split_arguments
-    from phalanx.cli._json import printing_json
+    from phalanx.cli._json import print_json, printing_json, words_on_stderr
 
     with printing_json(as_json):
         job_file, overrides = split_arguments(arguments or [], allow_file=resume is None)
         if fallback:
             overrides = [*overrides, "checkpoint.fallback=true"]
         if explain:
-            from phalanx.cli._run import explain_job
+            from phalanx.run.supervised import explain_job
 
             explain_job(job_file, overrides, resume, as_json=as_json)
             return 0
-        from phalanx.cli._in_use import refuse_run_in_use
+        from phalanx.run.in_use import refuse_run_in_use
 
         refuse_run_in_use(job_file, overrides, resume)
-        from phalanx.cli._run import train
+        from phalanx.run.supervised import train
 
-        return train(job_file, overrides, resume, as_json=as_json)
+        with words_on_stderr(as_json):
+            code, run_dir = train(job_file, overrides, resume)
+        if as_json and run_dir is not None:
+            from phalanx.report.reduce import reduce_run
+            from phalanx.report.summary import run_json
+
+            print_json("run", run_json(reduce_run(run_dir)))
+        return code

@@ -1,10 +1,12 @@
-"""`phalanx plan JOB.toml --recut RUN`: another cut of the model into stages, by what those of a run took."""
+"""Another cut of a model into pipeline stages, by what the stages of a run took."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from phalanx.cli._json import print_json
 from phalanx.core.errors import LayoutError, UsageError
 from phalanx.job.schema import Job
 from phalanx.observe.events import PipelineMeasured
@@ -16,8 +18,37 @@ from phalanx.plan.pipeline.simulate import StageCosts
 from phalanx.plan.plan import Plan
 
 
-def print_recut(job: Job, plan: Plan, run_dir: Path, *, as_json: bool) -> int:
-    """Raises UsageError for a run without a measured pipeline, LayoutError for one of another pipeline."""
+@dataclass(frozen=True)
+class RunRecut:
+    """The cut that would suit the stages of `run_dir` best, beside what was measured there."""
+
+    run_dir: Path
+    event: PipelineMeasured
+    seconds: tuple[StageCosts, ...]
+    recut: Recut
+
+    def to_json(self) -> dict[str, Any]:
+        """The body of phalanx.recut/1."""
+        recut = self.recut
+        return {
+            "run": str(self.run_dir),
+            "step": self.event.step,
+            "measured_stage_blocks": list(recut.measured.num_blocks),
+            "stage_blocks": list(recut.stages.num_blocks) if recut.is_worth_it else list(recut.measured.num_blocks),
+            "is_best": not recut.is_worth_it,
+            "gain": recut.gain if recut.is_worth_it else 0.0,
+        }
+
+    def lines(self) -> list[str]:
+        """For people."""
+        return _lines(self.recut, self.event, self.seconds)
+
+
+def recut_of_run(job: Job, plan: Plan, run_dir: Path) -> RunRecut:
+    """How the pipeline of `plan` would be cut by the seconds that `run_dir` measured.
+
+    Raises UsageError for a run without a measured pipeline, LayoutError for one of another pipeline.
+    """
     if plan.pipeline is None:
         raise UsageError(
             "--recut is for pipelines, and parallel.pp is 1", fix="give the job file and keys that the run had"
@@ -29,20 +60,9 @@ def print_recut(job: Job, plan: Plan, run_dir: Path, *, as_json: bool) -> int:
         raise LayoutError("stages have three numbers, and these have not", where=str(run_dir)) from None
     # Recomputation is in what was measured, and so not in what shares it out.
     weights = parts_of(job, plan.model_shape).layer_costs
-    found = recut(plan.pipeline, Stages(tuple(event.num_blocks)), seconds, weights)
-    if as_json:
-        body = {
-            "run": str(run_dir),
-            "step": event.step,
-            "measured_stage_blocks": list(found.measured.num_blocks),
-            "stage_blocks": list(found.stages.num_blocks) if found.is_worth_it else list(found.measured.num_blocks),
-            "is_best": not found.is_worth_it,
-            "gain": found.gain if found.is_worth_it else 0.0,
-        }
-        print_json("recut", body, indent=1)
-    else:
-        print("\n".join(_lines(found, event, seconds)))
-    return 0
+    return RunRecut(
+        run_dir, event, tuple(seconds), recut(plan.pipeline, Stages(tuple(event.num_blocks)), seconds, weights)
+    )
 
 
 def _last_measured(run_dir: Path) -> PipelineMeasured:
@@ -57,7 +77,7 @@ def _last_measured(run_dir: Path) -> PipelineMeasured:
     return found
 
 
-def _lines(found: Recut, event: PipelineMeasured, seconds: list[StageCosts]) -> list[str]:
+def _lines(found: Recut, event: PipelineMeasured, seconds: Sequence[StageCosts]) -> list[str]:
     took = ", ".join(f"{1e3 * float(sum((c.forward_s, c.backward_input_s, c.backward_weight_s))):.3g}" for c in seconds)
     now = ", ".join(map(str, found.measured.num_blocks))
     lines = [f"measured  stages of {now} blocks took {took} ms of a microbatch in step {event.step} ({event.schedule})"]

@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.cli._needs import wanted_sinks
-from phalanx.cli._tokens import JobTokens, find_tokens
 from phalanx.core.terminal import print_document, print_painted
 from phalanx.core.units import GIB, format_bytes, format_count
 from phalanx.data.tokenizer import BYTES
@@ -27,6 +25,8 @@ from phalanx.plan.pipeline.planned import Pipeline
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.plan.precision import resolve_precision
+from phalanx.run.needs import wanted_sinks
+from phalanx.run.tokens import JobTokens, find_tokens
 
 SCHEMA = "phalanx.explain/1"
 MAX_VALUE = 44  # characters; --json has all of them

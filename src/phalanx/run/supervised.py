@@ -17,10 +17,6 @@ from typing import Any
 from phalanx.checkpoint.fence import Fence
 from phalanx.checkpoint.stores import Store, newest_step, open_store
 from phalanx.checkpoint.verify import verify_checkpoint
-from phalanx.cli._json import print_json, words_on_stderr
-from phalanx.cli._needs import preload
-from phalanx.cli._prepare import Prepared, announce, finish_run, prepared_run, score_baselines
-from phalanx.cli._resume import Resumed, resumed_job
 from phalanx.core.errors import (
     CheckpointError,
     DataError,
@@ -52,8 +48,9 @@ from phalanx.observe.events import (
 )
 from phalanx.observe.tail import EventTail, read_event
 from phalanx.observe.units import units_of
-from phalanx.report.reduce import reduce_run
-from phalanx.report.summary import run_json
+from phalanx.run.needs import preload
+from phalanx.run.prepare import Prepared, announce, finish_run, prepared_run, score_baselines
+from phalanx.run.resume import Resumed, resumed_job
 
 
 class StoppedError(PhalanxError):
@@ -62,21 +59,19 @@ class StoppedError(PhalanxError):
     exit_code = ExitCode.PREEMPTED
 
 
-def train(job_file: str | None, overrides: Sequence[str], resume: str | None, *, as_json: bool = False) -> int:
-    """The verb. Raises PhalanxError for anything a user can mend; returns the exit code.
+def train(job_file: str | None, overrides: Sequence[str], resume: str | None) -> tuple[int, Path | None]:
+    """Train in ranks that this process starts, or as one rank of another launcher.
 
-    With `as_json`, words go to standard error, and standard output gets the run's facts when it is over.
+    Returns the exit code and the run directory, which of several launched ranks only rank 0 knows. Raises PhalanxError
+    for what a user can mend.
     """
-    with stopped_once(), words_on_stderr(as_json):
-        code, run_dir = _train(job_file, overrides, resume)
-    if as_json and run_dir is not None:
-        print_json("run", run_json(reduce_run(run_dir)))
-    return code
+    with stopped_once():
+        return _train(job_file, overrides, resume)
 
 
 def explain_job(job_file: str | None, overrides: Sequence[str], resume: str | None, *, as_json: bool) -> None:
     """What `train` would do with these arguments, value by value."""
-    from phalanx.cli._explain import print_explained
+    from phalanx.run.explain import print_explained
 
     if resume is None:
         job, source = load_job(job_file, overrides), job_file
@@ -136,7 +131,7 @@ def _train(job_file: str | None, overrides: Sequence[str], resume: str | None) -
 
 def _as_guarded_rank(job: Job, run_dir: Path, ranks: ExternalRanks, resumed: Resumed | None) -> int:
     end = fork_guarded(ranks.mine.rank, run_dir)  # before torch is imported: the guard needs none of it
-    from phalanx.cli._external import train_as_rank
+    from phalanx.run.external import train_as_rank
 
     code = int(ExitCode.INTERNAL)
     try:
@@ -200,7 +195,7 @@ def _supervised(run: Prepared, began: float, resumed: Resumed | None) -> int:
         return {"epoch": fence.epoch.number, "holder": asdict(run.lock.holder)}
 
     spec = LaunchSpec(
-        entry="phalanx.cli._rank:main",
+        entry="phalanx.run.rank:main",
         payload=payload,
         payload_of_attempt=claim,
         num_ranks=run.plan.world_size,

@@ -47,7 +47,7 @@ def _opener(kind: str, run_dir: Path) -> OpenSink:
 def preload(job: Job) -> tuple[str, ...]:
     """Modules that the ranks' server imports once, so that no rank spends a second on them."""
     # torch._dynamo: building on the meta device and DDP both import it.
-    modules = ["torch", "torch._dynamo", "phalanx.cli._rank", *preloaded(job.model.kind)]
+    modules = ["torch", "torch._dynamo", "phalanx.run.rank", *preloaded(job.model.kind)]
     for kind in wanted_sinks(job):
         if not is_foreign(kind):
             modules += resolve(kind, SINKS, "PRELOAD")

@@ -22,16 +22,6 @@ from phalanx.checkpoint.fit import MisfitError
 from phalanx.checkpoint.folder import Folder, place_in_run
 from phalanx.checkpoint.owner import refusal_of
 from phalanx.checkpoint.stores import Store, open_store
-from phalanx.cli._data import (
-    check_masks,
-    check_same_samples,
-    open_held_out,
-    open_train_batches,
-    prompt_tokens,
-    say_batch_change,
-)
-from phalanx.cli._initial_rank import find_initial_weights, take_initial_weights
-from phalanx.cli._needs import sink_openers
 from phalanx.core.errors import CheckpointError, ExitCode, RunLockedError
 from phalanx.core.phases import BlackBox, Phases
 from phalanx.data.corpus import Corpus, load_corpus
@@ -52,6 +42,16 @@ from phalanx.parallel.parallelize import parallelize, transforms
 from phalanx.plan.plan import Plan
 from phalanx.resilience.fault import fault_listener
 from phalanx.resilience.guards import SkippedStepsGuard
+from phalanx.run.data import (
+    check_masks,
+    check_same_samples,
+    open_held_out,
+    open_train_batches,
+    prompt_tokens,
+    say_batch_change,
+)
+from phalanx.run.needs import sink_openers
+from phalanx.run.weights import find_initial_weights, take_initial_weights
 from phalanx.train.generate import generate
 from phalanx.train.gpu_room import missing_room
 from phalanx.train.memory import MemoryMeter

@@ -9,11 +9,11 @@ from typing import Any
 from phalanx.checkpoint.agree import agreed
 from phalanx.checkpoint.load import load
 from phalanx.checkpoint.stores import find_checkpoint
-from phalanx.cli._initial import read_initial
 from phalanx.job.schema import Model
 from phalanx.mesh.mesh import Mesh
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import WeightsTaken
+from phalanx.run.initial import read_initial
 from phalanx.train.state import TrainState
 
 

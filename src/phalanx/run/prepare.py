@@ -15,16 +15,6 @@ from phalanx.checkpoint.folder import Folder
 from phalanx.checkpoint.locks import LOCK_NAME, Lock, hold_run_lock
 from phalanx.checkpoint.owner import claim, release
 from phalanx.checkpoint.stores import Store, newest_step, open_store
-from phalanx.cli._baselines import score
-from phalanx.cli._facts import data_facts
-from phalanx.cli._initial import INIT, find_initial, told_shape
-from phalanx.cli._needs import check_needs
-from phalanx.cli._next import after_training, this_command
-from phalanx.cli._output import say
-from phalanx.cli._resume import Resumed, plan_of_run
-from phalanx.cli._rows import warnings_of_rows
-from phalanx.cli._summary import restart_lines, summary_lines
-from phalanx.cli._tokens import find_tokens
 from phalanx.core.errors import (
     CheckpointError,
     ExitCode,
@@ -35,6 +25,7 @@ from phalanx.core.errors import (
     UsageError,
 )
 from phalanx.core.files import open_run_directory, read_regular, resource_error, write_bytes_atomic, write_json_atomic
+from phalanx.core.output import say
 from phalanx.core.store_urls import local_directory
 from phalanx.data.corpus import MANIFEST, Corpus, verify_corpus
 from phalanx.data.prepare import prepare_corpus
@@ -52,7 +43,16 @@ from phalanx.plan.describe import describe
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.plan.precision import keep_precision, with_precision
+from phalanx.report.end_of_run import restart_lines, summary_lines
 from phalanx.report.page import write_report
+from phalanx.run.baselines import score
+from phalanx.run.data_facts import data_facts
+from phalanx.run.initial import INIT, find_initial, told_shape
+from phalanx.run.mixed_rows import warnings_of_rows
+from phalanx.run.needs import check_needs
+from phalanx.run.next_command import after_training, this_command
+from phalanx.run.resume import Resumed, plan_of_run
+from phalanx.run.tokens import find_tokens
 
 CHECKPOINT_BYTES_PER_PARAM = 12  # fp32 weights and two moments
 DATA = "data"  # in RUN

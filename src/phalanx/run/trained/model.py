@@ -11,8 +11,8 @@ from phalanx.checkpoint.choose import choose_checkpoint
 from phalanx.checkpoint.exchange.importing import MODEL_TOML
 from phalanx.checkpoint.folder import Folder
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from phalanx.checkpoint.origin import run_of
 from phalanx.checkpoint.stores import is_url
-from phalanx.cli._origins import run_of
 from phalanx.core.errors import LayoutError, UsageError, did_you_mean
 from phalanx.core.files import read_json
 from phalanx.core.units import plural

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from phalanx.cli._scratch import Scratch
-from phalanx.cli._subject import Subject
 from phalanx.core.errors import ExitCode, PhalanxError
 from phalanx.core.secrets import Redactor
 from phalanx.job.hugging_face import preloaded
 from phalanx.launch.supervisor import LaunchSpec, supervise
 from phalanx.observe.bus import Bus
 from phalanx.plan.plan import Plan
+from phalanx.run.scratch import Scratch
+from phalanx.run.trained.model import Subject
 
 DOING = {"evaluate": "evaluating", "continue_texts": "generating"}
 
@@ -23,7 +23,7 @@ DOING = {"evaluate": "evaluating", "continue_texts": "generating"}
 def run_ranks(
     entry: str, subject: Subject, plan: Plan, scratch: Scratch, more: dict[str, Any], on_tick: Callable[[], None]
 ) -> int:
-    """Run `entry` of phalanx.cli._subject_rank on the plan's ranks; the exit code is that of a person's stop, or 0.
+    """Run `entry` of phalanx.run.trained.rank on the plan's ranks; the exit code is that of a person's stop, or 0.
 
     Raises the PhalanxError that a rank raised; any other error's traceback is printed, and its exit code returned.
     """
@@ -38,11 +38,11 @@ def run_ranks(
         **more,
     }
     spec = LaunchSpec(
-        entry=f"phalanx.cli._subject_rank:{entry}",
+        entry=f"phalanx.run.trained.rank:{entry}",
         payload=payload,
         num_ranks=plan.world_size,
         run_dir=directory,
-        preload=("torch", "torch._dynamo", "phalanx.cli._subject_rank", *preloaded(subject.job.model.kind)),
+        preload=("torch", "torch._dynamo", "phalanx.run.trained.rank", *preloaded(subject.job.model.kind)),
         stepless=DOING[entry],
         grace_s=1.0,
     )

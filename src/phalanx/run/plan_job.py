@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from phalanx.cli._facts import look_in_words, looked_facts
-from phalanx.cli._tokens import find_tokens
 from phalanx.data.look import look_at_data
 from phalanx.data.tokenizer import BYTES
 from phalanx.job.foreign import foreign_shape
@@ -12,6 +10,8 @@ from phalanx.job.own_dataset import is_own_dataset
 from phalanx.job.schema import Data, Job
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
+from phalanx.run.data_facts import look_in_words, looked_facts
+from phalanx.run.tokens import find_tokens
 
 
 def plan_as_it_trains(job: Job) -> tuple[Plan, list[str]]:

@@ -13,7 +13,6 @@ from typing import Any
 
 from phalanx.checkpoint.load import load
 from phalanx.checkpoint.stores import find_checkpoint
-from phalanx.cli._data import check_masks, open_held_out
 from phalanx.core.errors import DataError, ExitCode, LayoutError
 from phalanx.core.files import write_json_atomic
 from phalanx.core.phases import BlackBox, Phases
@@ -26,6 +25,7 @@ from phalanx.nn.build import build_model, build_objective
 from phalanx.parallel.model import Batch, ParallelModel
 from phalanx.parallel.parallelize import parallelize, transforms
 from phalanx.plan.plan import Plan
+from phalanx.run.data import check_masks, open_held_out
 from phalanx.train.evaluation import HeldOut
 from phalanx.train.evaluator import Evaluator
 from phalanx.train.generate import Sampling, generate

@@ -18,10 +18,6 @@ from typing import Any
 import torch.distributed as dist
 
 from phalanx.checkpoint.fence import Fence
-from phalanx.cli._prepare import Prepared, announce, finish_run, prepared_run, score_baselines
-from phalanx.cli._rank import RankRun, run_rank
-from phalanx.cli._resume import Resumed
-from phalanx.cli._run import console_of, is_finished, require_ours
 from phalanx.core.clocks import process_began_s
 from phalanx.core.errors import EnvironmentProblem, ExitCode, PhalanxError
 from phalanx.core.phases import read_black_box
@@ -37,6 +33,10 @@ from phalanx.observe.bus import Bus
 from phalanx.observe.events import RESUMED, Note
 from phalanx.plan.plan import Plan
 from phalanx.plan.precision import with_precision
+from phalanx.run.prepare import Prepared, announce, finish_run, prepared_run, score_baselines
+from phalanx.run.rank import RankRun, run_rank
+from phalanx.run.resume import Resumed
+from phalanx.run.supervised import console_of, is_finished, require_ours
 
 PREPARE_TIMEOUT_S = 600.0
 READ_TIMEOUT_S = 20.0

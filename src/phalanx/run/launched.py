@@ -1,0 +1,28 @@
+"""What a verb that starts its own ranks says where a launcher has called it once for each rank."""
+
+from __future__ import annotations
+
+import os
+
+from phalanx.core.errors import UsageError
+from phalanx.launch.external import external_ranks
+
+
+class LaunchedRanksError(UsageError):
+    """A launcher called a verb that starts its own ranks. Only `rank` 0 says so: the words are the same on all."""
+
+    rank: int = 0
+
+
+def refuse_launched_ranks(verb: str) -> None:
+    """Raise LaunchedRanksError in each rank of another launcher."""
+    launched = external_ranks(os.environ)
+    if launched is None or launched.mine.world_size == 1:
+        return
+    error = LaunchedRanksError(
+        f"{verb} starts its own ranks, and a launcher has called it {launched.mine.world_size} times",
+        why=launched.words,
+        fix=f"call phalanx {verb} once, without the launcher",
+    )
+    error.rank = launched.mine.rank
+    raise error

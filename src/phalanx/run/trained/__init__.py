@@ -1,0 +1,1 @@
+"""A trained checkpoint put to use: evaluated, or asked to continue texts."""
