@@ -40,14 +40,14 @@ test-elsewhere: $(READY)  ## what asserts bits or deadlines, on other instructio
 	$(BIN)/python tests/elsewhere.py $(VARIANTS)
 
 lint: $(READY)  ## format, lint, types of the torch-free rooms, imports between floors
-	$(BIN)/ruff format --check src tests examples benchmarks docs
-	$(BIN)/ruff check src tests examples benchmarks docs
+	$(BIN)/ruff format --check src tests tools examples benchmarks docs
+	$(BIN)/ruff check src tests tools examples benchmarks docs
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo > .venv/floors.log || (cat .venv/floors.log; exit 1)
 
 format: $(READY)  ## make the code look as lint wants it
-	$(BIN)/ruff format src tests examples benchmarks docs
-	$(BIN)/ruff check --fix src tests examples benchmarks docs
+	$(BIN)/ruff format src tests tools examples benchmarks docs
+	$(BIN)/ruff check --fix src tests tools examples benchmarks docs
 
 bench: $(READY)  ## tokens/s, memory and first step beside a bare DDP loop; about 25 minutes
 	$(BIN)/python -m phalanx.bench
