@@ -48,6 +48,8 @@ _HOME = {
     "Trainer": "phalanx.train.trainer",
     "TrainState": "phalanx.train.state",
     "load_weights": "phalanx.checkpoint.weights",
+    "verify_job": "phalanx.verify.drive",
+    "VerifyResult": "phalanx.verify.result",
 }
 
 __all__ = ["__version__", *_HOME]
@@ -67,6 +69,8 @@ if TYPE_CHECKING:
     from phalanx.plan.planner import make_plan
     from phalanx.train.state import TrainState
     from phalanx.train.trainer import Trainer
+    from phalanx.verify.drive import verify_job
+    from phalanx.verify.result import VerifyResult
 
 
 def __getattr__(name: str) -> Any:

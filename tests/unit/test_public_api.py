@@ -19,6 +19,7 @@ NAMES = [
     "Plan",
     "TrainState",
     "Trainer",
+    "VerifyResult",
     "__version__",
     "load_job",
     "load_weights",
@@ -27,6 +28,7 @@ NAMES = [
     "parallelize",
     "running_ranks",
     "shard_rules",
+    "verify_job",
 ]
 
 
@@ -45,6 +47,21 @@ def test_the_names_are_exactly_these() -> None:
 def test_each_name_is_there_and_says_what_it_is(name: str) -> None:
     found = getattr(phalanx, name)
     assert name == "__version__" or (found.__name__ == name and found.__doc__)
+
+
+def test_a_name_does_not_depend_on_what_was_imported_before() -> None:
+    """A submodule becomes an attribute of its package: one with the name of a function would hide it."""
+    code = """
+import importlib, pkgutil
+import phalanx
+before = {name: getattr(phalanx, name) for name in phalanx.__all__}
+for module in pkgutil.walk_packages(phalanx.__path__, "phalanx."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+changed = [name for name, value in before.items() if getattr(phalanx, name) is not value]
+assert not changed, changed
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
@@ -70,6 +87,7 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
         "checkpoint.manifest",
         "checkpoint.locks",
         "data.corpus",
+        "verify.drive",
     ],
 )
 def test_rooms_without_torch(module: str) -> None:

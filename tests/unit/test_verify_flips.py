@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from models import CPU
-from phalanx.cli._verify import Table, describe_row
+from phalanx.cli._verify_table import describe_row
 from phalanx.core.errors import ExitCode
 from phalanx.job.model import shape_of
 from phalanx.job.schema import Job
@@ -19,6 +20,7 @@ from phalanx.verify.cases import all_layouts, judged_job, make_cases, shrunk
 from phalanx.verify.flips import Reroute, wrong_ones
 from phalanx.verify.pipelines import num_blocks_for
 from phalanx.verify.products import of_experts, products
+from phalanx.verify.result import VerifyResult
 from phalanx.verify.routes import Routes, are_alike, disagreement
 from phalanx.verify.row import Row
 
@@ -97,26 +99,23 @@ def test_a_near_tie_has_a_bound(phase: str, margin: float, is_wrong: bool) -> No
 
 def test_a_flip_is_told_and_is_no_failure() -> None:
     flip = Reroute(ROUTER, "step-1", 4, 13, 5, 3, 2.1e-8)
-    row = Row("zero3-ep2", {}, "small", "float32", True, {"loss": 1e-8}, 1e-5, flips=(flip, flip)).to_json()
-    table = Table(as_json=True)
-    table.rows = [row, row | {"flips": []}]
-    assert table.exit_code({"zero3-ep2"}) == ExitCode.OK
-    assert table.summary() == (
-        "verdict 2 of 2 rows equal the reference, 1 of them routed alike, since a near-tie flipped"
-    )
+    row = Row("zero3-ep2", {}, "small", "float32", True, {"loss": 1e-8}, 1e-5, flips=(flip, flip))
+    result = VerifyResult((row, replace(row, flips=())), required=frozenset({"zero3-ep2"}))
+    assert result.exit_code == ExitCode.OK
+    assert result.summary == ("2 of 2 rows equal the reference, 1 of them routed alike, since a near-tie flipped")
     head, told, _ = describe_row(row)
     assert head.startswith("flipped zero3-ep2")
     text = f"{ROUTER} in step 2 sends token 13 of row 4 to expert 3, one process to 5: their scores are 2.1e-08 apart"
     assert told.strip() == f"flip    {text}; and 1 more"
-    assert row["flips"][0]["text"] == text
+    assert row.to_json()["flips"][0]["text"] == text
 
 
 def test_a_row_says_what_is_allowed_of_the_jobs_optimizer() -> None:
     """An update of 2e-10 is no error, though all else is allowed 1e-10."""
     row = Row("tp2", {}, "small", "float64", True, {"loss": 1e-16, "update": 2e-10}, 1e-10, wall_s=0.52)
-    (line,) = describe_row(row.to_json())
+    (line,) = describe_row(row)
     assert line.endswith("float64  loss 1e-16  update 2e-10  (allowed 1e-10, update 1e-08, 0.5 s)")
-    (line,) = describe_row(row.to_json() | {"errors": {"loss": 1e-16}})
+    (line,) = describe_row(replace(row, errors={"loss": 1e-16}))
     assert line.endswith("float64  loss 1e-16  (allowed 1e-10, 0.5 s)")
 
 

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,15 @@ import pytest
 import phalanx.verify.masks as masks
 import phalanx.verify.reference as reference
 from models import CPU
-from phalanx.cli._verify import Table, describe_refused
+from phalanx.cli._verify_table import describe_refused
 from phalanx.core.errors import ExitCode, LayoutError
 from phalanx.job.schema import Job
 from phalanx.plan.data_parallel import KEYS
 from phalanx.plan.layout import AXES
 from phalanx.verify.cases import all_layouts, judged_job, make_cases, shrunk
 from phalanx.verify.compare import covers_evenly
+from phalanx.verify.result import VerifyResult
+from phalanx.verify.row import Row
 from phalanx.verify.trace_facts import BUFFERS, FINAL, INITIAL, UPDATED, Trace, TraceStep, gradients_of
 from phalanx.verify.verdict import Judge
 
@@ -296,7 +299,7 @@ def test_an_error_of_the_size_of_a_narrower_type_is_called_so() -> None:
 
 def test_what_is_refused_is_told_once_for_each_reason() -> None:
     rows = [
-        {"ok": None, "layout": layout, "dtype": dtype, "refused": reason}
+        Row(layout, {}, "small", dtype, None, {}, 0.0, refused=reason)
         for layout, dtype, reason in (
             ("tp2", "", "heads"),
             ("tp2-chunks", "", "heads"),
@@ -313,11 +316,13 @@ def test_what_is_refused_is_told_once_for_each_reason() -> None:
 
 def test_a_layout_that_was_named_and_refused_is_no_success() -> None:
     """One of all may be; one in float64 alone, too."""
-    equal = {"ok": True, "layout": "ddp", "dtype": "float32", "compress": "none", "flips": []}
-    refused = {"ok": None, "layout": "zero3-sqrt", "dtype": "float32", "refused": "no blocks", "compress": "none"}
-    table = Table(as_json=True)
-    table.rows = [equal, refused]
-    assert [table.exit_code(named) for named in ({"zero3-sqrt"}, {"ddp"}, set())] == [ExitCode.JOB, *[ExitCode.OK] * 2]
-    table.rows = [equal, refused | {"layout": "ddp", "dtype": "float64"}]
-    assert table.exit_code({"ddp"}) == ExitCode.OK
-    assert "1 layout refused" in table.summary()
+    equal = Row("ddp", {}, "small", "float32", True, {}, 1e-5)
+    refused = Row("zero3-sqrt", {}, "small", "float32", None, {}, 0.0, refused="no blocks")
+    for required, code in (({"zero3-sqrt"}, ExitCode.JOB), ({"ddp"}, ExitCode.OK), (set(), ExitCode.OK)):
+        result = VerifyResult((equal, refused), required=frozenset(required))
+        assert (result.exit_code, result.is_equal) == (code, code == ExitCode.OK)
+    in_one_type = replace(refused, layout="ddp", dtype="float64")
+    result = VerifyResult((equal, in_one_type), required=frozenset({"ddp"}))
+    assert result.exit_code == ExitCode.OK
+    assert "1 layout refused" in result.summary
+    assert not replace(result, stop_code=ExitCode.INTERRUPTED).is_equal

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx.core.errors import UsageError, did_you_mean
+from phalanx.core.registry import is_foreign
 
 _KEY = re.compile(r"[A-Za-z_]+\.(?!toml$)[A-Za-z_]+")
 _OVERRIDE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*=")
@@ -35,3 +36,10 @@ def split_arguments(arguments: Sequence[str], *, allow_file: bool = True) -> tup
     if len(files) > 1:
         raise UsageError(f"{files[1]!r}: one job file is enough", fix="overrides are written section.key=value")
     return (files[0] if files else None), overrides
+
+
+def override_model(model: str | None, overrides: list[str]) -> list[str]:
+    """The overrides of a job whose model is named on the command line: a preset, or package.module:factory."""
+    if model is None:
+        return overrides
+    return [f"model.{'kind' if is_foreign(model) else 'preset'}={model}", *overrides]

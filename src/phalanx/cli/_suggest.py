@@ -6,12 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from phalanx.cli._arguments import split_arguments
+from phalanx.cli._arguments import override_model, split_arguments
 from phalanx.cli._json import print_json
-from phalanx.cli._verify import Request, verify
+from phalanx.cli.verify import print_verification
 from phalanx.core.errors import LayoutError, PhalanxError
 from phalanx.core.files import read_json
-from phalanx.core.registry import is_foreign
 from phalanx.data.prepare import prepare_corpus
 from phalanx.job.foreign import foreign_shape
 from phalanx.job.load import load_job
@@ -30,9 +29,8 @@ ANSWER = "suggested.json"
 
 def suggest_rules(arguments: Sequence[str], model: str | None, *, verify_too: bool, as_json: bool) -> int:
     """The verb. Returns its exit code: that of verify, if it was asked for."""
-    job_file, overrides = split_arguments(list(arguments))
-    if model is not None:
-        overrides = [f"model.{'kind' if is_foreign(model) else 'preset'}={model}", *overrides]
+    job_file, overrides = split_arguments(arguments)
+    overrides = override_model(model, overrides)
     found = _look(load_job(job_file, overrides))
     rules: Mapping[str, Sequence[str]] = found["rules"]
     if as_json:
@@ -46,7 +44,7 @@ def suggest_rules(arguments: Sequence[str], model: str | None, *, verify_too: bo
         again.append("parallel.tp=2")
     if verify_too:
         ranks = None if any(word.startswith("parallel.ranks=") for word in overrides) else 2
-        return verify(Request(tuple(again), None, "asked", ranks, False, 3, as_json))
+        return print_verification(again, ranks=ranks, as_json=as_json)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -32,6 +33,52 @@ def command(
     The reference is the untouched module in a plain loop. Exit code 11 if a layout differs, 3 if the one asked for is
     refused.
     """
-    from phalanx.cli._verify import Request, verify
+    return print_verification(
+        arguments or [],
+        model=model,
+        layouts=layouts,
+        ranks=ranks,
+        shrink=shrink,
+        steps=steps,
+        as_json=as_json,
+    )
 
-    return verify(Request(tuple(arguments or ()), model, layouts, ranks, shrink, steps, as_json))
+
+def print_verification(
+    arguments: Sequence[str],
+    *,
+    model: str | None = None,
+    layouts: str = "asked",
+    ranks: int | None = None,
+    shrink: bool = False,
+    steps: int = 3,
+    as_json: bool = False,
+) -> int:
+    """Load the job of these arguments, verify it and print its rows. Returns the exit code."""
+    from phalanx.cli._arguments import override_model, split_arguments
+    from phalanx.cli._json import printing_json
+    from phalanx.cli._launched import refuse_launcher
+    from phalanx.cli._verify_table import RowPrinter
+    from phalanx.job.load import load_job
+    from phalanx.run.next_command import next_line
+    from phalanx.verify.drive import verify_job
+
+    refuse_launcher("verify")
+    printer = RowPrinter(as_json=as_json)
+    with printing_json(as_json):
+        job_file, overrides = split_arguments(arguments)
+        result = verify_job(
+            load_job(job_file, override_model(model, overrides)),
+            layouts,
+            ranks=ranks,
+            steps=steps,
+            shrink=shrink,
+            on_selection=printer.print_selection,
+            on_row=printer.print_row,
+        )
+        printer.print_refused()
+    if result.stop_code is None and not as_json:
+        print(f"verdict {result.summary}")
+        if layouts == "asked" and model is None and all(row.ok for row in result.rows):
+            print(next_line("train", *arguments))
+    return result.exit_code

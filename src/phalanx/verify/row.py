@@ -9,6 +9,7 @@ from typing import Any
 from phalanx.verify.flips import Reroute
 
 ROWS = "rows.jsonl"
+DTYPES = ("float64", "float32")
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,23 @@ class Row:
     """Near-ties of routers that the layout turns: `ok` is then equality with one process that routes as it does."""
     wall_s: float = 0.0
 
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> Row:
+        """The row that `to_json` wrote. The texts of differences and flips follow from their values."""
+        first = body["first"]
+        if first is not None:
+            stages = {"ranks": tuple(first["ranks"]), "stages": tuple(first["stages"])}
+            first = Difference(**_without_text(first) | stages)
+        flips = tuple(Reroute(**_without_text(flip)) for flip in body["flips"])
+        return cls(**{**body, "first": first, "flips": flips, "notes": tuple(body["notes"])})
+
     def to_json(self) -> dict[str, Any]:
         flips = [asdict(flip) | {"text": str(flip)} for flip in self.flips]
         return asdict(self) | {
             "flips": flips,
             "first": asdict(self.first) | {"text": str(self.first)} if self.first else None,
         }
+
+
+def _without_text(body: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in body.items() if key != "text"}

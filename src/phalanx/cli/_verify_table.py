@@ -1,0 +1,87 @@
+"""Prints the rows of `phalanx verify` as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from phalanx.cli._json import print_json
+from phalanx.verify.choose import Selection
+from phalanx.verify.flips import UPDATE_TOLERANCE
+from phalanx.verify.row import DTYPES, Row
+
+ERRORS = ("loss", "norm", "gradient", "sent", "weight", "buffer", "evaluation", "update")  # in this order
+
+
+class RowPrinter:
+    """Prints a line for each row that was compared, and at the end those that the ranks refused."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self._as_json = as_json
+        self._not_judged: tuple[str, ...] = ()
+        self._refused: list[Row] = []
+
+    def print_selection(self, selection: Selection) -> None:
+        self._not_judged = selection.not_judged
+        if not self._as_json:
+            refusals = describe_refused(selection.refused_rows)
+            for line in [*selection.notes, *selection.not_judged, *refusals]:
+                print(line)
+
+    def print_row(self, row: Row) -> None:
+        if self._as_json:
+            body = row.to_json()
+            print_json("verify-row", body | {"notes": [*row.notes, *self._not_judged]})
+        elif row.ok is None:
+            if row.dtype:  # those without one are the selection's, and printed with it
+                self._refused.append(row)
+        else:
+            for line in describe_row(row):
+                print(line)
+
+    def print_refused(self) -> None:
+        """Print the rows that ranks refused, a line for each reason."""
+        for line in describe_refused(self._refused):
+            print(line)
+
+
+def describe_refused(rows: Sequence[Row]) -> list[str]:
+    """A line for each reason, with the layouts that it refuses; and the types, where it is not all of them."""
+    dtypes: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        dtypes.setdefault((row.refused, row.layout), []).append(row.dtype)
+    names: dict[str, list[str]] = {}
+    for (reason, layout), refused_dtypes in dtypes.items():
+        is_for_all = refused_dtypes == [""] or set(refused_dtypes) == set(DTYPES)
+        suffix = "" if is_for_all else f" ({', '.join(refused_dtypes)})"
+        names.setdefault(reason, []).append(f"{layout}{suffix}")
+    return [f"refused {', '.join(layouts)}: {reason}" for reason, layouts in names.items()]
+
+
+def describe_row(row: Row) -> list[str]:
+    """A line for a row that was compared, and where it differs lines that say what, where and why."""
+    if row.crashed:
+        crash = ["        " + line for line in row.crashed.split("\n")]
+        return [f"CRASHED {row.layout:<34} {row.dtype}", *crash]
+    errors = "  ".join(f"{name} {row.errors[name]:.0e}" for name in ERRORS if name in row.errors)
+    allowed = f"{row.tolerance:.0e}"
+    if "update" in row.errors:
+        allowed += f", update {UPDATE_TOLERANCE:.0e}"
+    lines = [f"{_verdict_of(row)} {row.layout:<34} {row.dtype}  {errors}  (allowed {allowed}, {row.wall_s:.1f} s)"]
+    if row.first:
+        lines += [f"        first   {row.first}", f"        perhaps {row.first.cause}"]
+    if row.flips:
+        num_more = len(row.flips) - 1
+        more = f"; and {num_more} more" if num_more else ""
+        lines.append(f"        flip    {row.flips[0]}{more}")
+        lines.append(
+            "        note    routing flips are near-ties: judged beside one process that routes as the layout does"
+        )
+    return lines + [f"        note    {note}" for note in row.notes]
+
+
+def _verdict_of(row: Row) -> str:
+    if not row.ok:
+        return "DIFFERS"
+    if row.compress != "none":
+        return "lossy  "
+    return "flipped" if row.flips else "equal  "

@@ -1,0 +1,186 @@
+"""Chooses which layouts of a job are compared with one process, and says what is compared. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from phalanx.core.errors import LayoutError, UsageError, did_you_mean
+from phalanx.core.units import format_count, plural
+from phalanx.data.look import look_at_data
+from phalanx.job.foreign import foreign_shape
+from phalanx.job.model import shape_of
+from phalanx.job.own_dataset import is_own_dataset
+from phalanx.job.schema import Data, Job
+from phalanx.plan.cluster import detect_cluster
+from phalanx.plan.plan import Plan
+from phalanx.verify.cases import (
+    SMALL_VOCAB,
+    Case,
+    all_layouts,
+    asked_layout,
+    compressed_layouts,
+    judged_job,
+    make_cases,
+    not_judged,
+    shrunk,
+)
+from phalanx.verify.pipelines import num_blocks_for
+from phalanx.verify.row import Row
+
+DEFAULT_RANKS = 4
+MAX_NAMED = 16  # layouts, of a hundred and more, in a message
+LARGE_PARAMS = 200_000_000  # in float64, a copy per rank and the reference's gradients on disk
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The layouts that are compared, and the job as it is compared.
+
+    `required`: layouts whose refusal is a failure, because they were named. `notes` and
+    `not_judged` are lines for a person: what is compared, and what of the job is not.
+    """
+
+    job: Job
+    cases: tuple[Case, ...]
+    num_steps: int
+    required: frozenset[str]
+    notes: tuple[str, ...]
+    not_judged: tuple[str, ...]
+
+    @property
+    def model_name(self) -> str:
+        model = self.job.model
+        return (None if model.is_foreign else model.preset) or model.kind or "small"
+
+    @property
+    def planned(self) -> list[Case]:
+        """The cases that have a plan, and so can run."""
+        return [case for case in self.cases if case.plan is not None]
+
+    @property
+    def refused_rows(self) -> list[Row]:
+        """A row with the reason for each case that has no plan."""
+        return [self.row_of(case, refused=case.refused) for case in self.cases if case.plan is None]
+
+    def row_of(self, case: Case, *, dtype: str = "", refused: str = "", crashed: str = "") -> Row:
+        """The row of a case of which nothing was compared, since it was refused or crashed."""
+        return Row(
+            case.name,
+            case.parallel,
+            self.model_name,
+            dtype,
+            ok=None if refused else False,
+            errors={},
+            tolerance=0.0,
+            refused=refused,
+            crashed=crashed,
+            compress=case.parallel.get("compress", "none"),
+        )
+
+
+def choose_layouts(job: Job, layouts: str | Sequence[str], *, ranks: int | None, steps: int, shrink: bool) -> Selection:
+    """The selection for `layouts`: "asked", "all", or names (one string with commas, or a sequence).
+
+    Raises PhalanxError for a name that is no layout, for data that is not there and for a model
+    that is too large.
+    """
+    layout_names = layouts.split(",") if isinstance(layouts, str) else layouts
+    layout_names = [name.strip() for name in layout_names]
+    job_layout = asked_layout(job)
+    num_ranks = ranks or job.parallel.ranks or _num_ranks_of(job_layout) or DEFAULT_RANKS
+    has_experts = not job.model.is_foreign and shape_of(job, SMALL_VOCAB).num_experts > 0
+    axes_of_name = _resolve_names(layout_names, job_layout, num_ranks, has_experts=has_experts)
+    notes = []
+    if shrink:
+        job, changes = shrunk(job, num_blocks=num_blocks_for(axes_of_name.values()))
+        notes.append(f"shrunk  {changes or 'nothing: it is small'}")
+    omissions = not_judged(job)
+    job = judged_job(job, num_ranks)
+    if job.data.mixture or not (job.data.source == Data().source or is_own_dataset(job.data.source)):
+        look_at_data(job.data, vocab_size=None)  # what is judged is made up, but data that is not there is a mistake
+    shape = foreign_shape(job)
+    num_params = (shape or shape_of(job, SMALL_VOCAB)).num_params
+    if num_params > LARGE_PARAMS:
+        raise LayoutError(
+            f"{format_count(num_params)} parameters would be judged in float64 by {num_ranks} ranks of one machine",
+            fix="--shrink judges the same kind of model at small widths",
+        )
+    cluster = detect_cluster("cpu")
+    cases = make_cases(job, list(axes_of_name.items()), num_ranks=num_ranks, cluster=cluster, shape=shape)
+    selection = Selection(
+        job,
+        tuple(cases),
+        num_steps=steps,
+        required=frozenset(layout_names) - {"all"},
+        notes=(),
+        not_judged=tuple(omissions),
+    )
+    plans = [case.plan for case in cases if case.plan is not None]
+    if plans:
+        notes.append(_describe_work(selection.model_name, plans, num_ranks, steps))
+    return replace(selection, notes=tuple(notes))
+
+
+def _describe_work(model_name: str, plans: Sequence[Plan], num_ranks: int, num_steps: int) -> str:
+    plan = plans[0]
+    return (
+        f"judged  {model_name}, {plan.num_params:,} parameters, on {plural(num_ranks, 'cpu rank')}: "
+        f"{plural(num_steps, 'step')} of {plan.global_batch_size} samples in {_describe_microbatches(plans)}"
+    )
+
+
+def _describe_microbatches(plans: Sequence[Plan]) -> str:
+    in_pipelines = {plan.num_microbatches for plan in plans if plan.pipeline is not None}
+    elsewhere = {plan.num_microbatches for plan in plans if plan.pipeline is None}
+    parts = []
+    if elsewhere:
+        parts.append(f"{_list_numbers(elsewhere)} microbatches")
+    if in_pipelines:
+        parts.append(f"{_list_numbers(in_pipelines)} {'in pipelines' if parts else 'microbatches'}")
+    return ", ".join(parts)
+
+
+def _list_numbers(numbers: Iterable[int]) -> str:
+    return " or ".join(map(str, sorted(numbers)))
+
+
+def _resolve_names(
+    layout_names: Sequence[str], job_layout: dict[str, Any], num_ranks: int, *, has_experts: bool
+) -> dict[str, dict[str, Any]]:
+    """The axes of each named layout, by its name.
+
+    "asked" is the job's own layout, "all" is each layout of `num_ranks` ranks that fits the model.
+    Raises UsageError for a name that is none of them.
+    """
+    known = dict([*all_layouts(num_ranks, experts=True), *compressed_layouts(num_ranks)])
+    chosen: dict[str, dict[str, Any]] = {}
+    for name in layout_names:
+        if name == "all":
+            chosen |= dict([*all_layouts(num_ranks, experts=has_experts), *compressed_layouts(num_ranks)])
+        elif name == "asked":
+            chosen[name] = job_layout
+        elif name in known:
+            chosen[name] = known[name]
+        else:
+            raise UsageError(
+                f"--layouts: {name!r} is no layout of {plural(num_ranks, 'rank')}",
+                fix=_suggest_name(name, list(known)),
+            )
+    return chosen
+
+
+def _suggest_name(name: str, known: Sequence[str]) -> str:
+    num_unnamed = len(known) - MAX_NAMED
+    more = f", and {num_unnamed} more" if num_unnamed > 0 else ""
+    examples = f"asked, all, {', '.join(known[:MAX_NAMED])}{more}"
+    return did_you_mean(name, [*known, "all", "asked"]) or f"one of {examples}: docs/verify.md"
+
+
+def _num_ranks_of(parallel: dict[str, Any]) -> int:
+    """The product of the degrees that a layout sets; 0 if it sets none above 1."""
+    product = 1
+    for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
+        product *= parallel.get(axis, 1)
+    return product if product > 1 else 0

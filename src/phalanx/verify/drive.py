@@ -1,0 +1,150 @@
+"""Compares layouts with one process: starts groups of ranks, collects the rows they write. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from phalanx.core.errors import PhalanxError, ResourceError, UsageError
+from phalanx.data.prepare import prepare_corpus
+from phalanx.job.hugging_face import preloaded
+from phalanx.job.own_dataset import is_own_dataset
+from phalanx.job.schema import Job
+from phalanx.launch.paths import next_attempt
+from phalanx.launch.supervisor import LaunchSpec, Outcome, supervise
+from phalanx.observe.bus import Bus
+from phalanx.run.launched import refuse_launched_ranks
+from phalanx.run.scratch import Scratch, scratch_directory
+from phalanx.verify.cases import Case
+from phalanx.verify.choose import Selection, choose_layouts
+from phalanx.verify.result import VerifyResult
+from phalanx.verify.row import DTYPES, ROWS, Row
+
+
+def verify_job(
+    job: Job,
+    layouts: str | Sequence[str] = "asked",
+    *,
+    ranks: int | None = None,
+    steps: int = 3,
+    shrink: bool = False,
+    on_selection: Callable[[Selection], None] = lambda selection: None,
+    on_row: Callable[[Row], None] = lambda row: None,
+) -> VerifyResult:
+    """Compare layouts of `job` with one process: loss, every gradient, every weight.
+
+    `layouts`: "asked" (the job's own), "all" (each layout of `ranks` ranks), or names (one string
+    with commas, or a sequence). `ranks`: how many processes of this machine; by default as many as
+    the job says, else 4. `steps`: optimizer steps of each layout. `shrink`: a built-in model is
+    compared at two blocks and small widths.
+
+    `on_selection` is called once, before ranks start; `on_row` with each row as it comes. Prints
+    nothing. A rank that crashes is a row; a stop by Ctrl-C or SIGTERM is the result's `stop_code`.
+    Raises PhalanxError for what a user can mend.
+    """
+    refuse_launched_ranks("verify")
+    for key, value in (("ranks", ranks), ("steps", steps)):
+        if value is not None and value < 1:
+            raise UsageError(f"{key}={value}: at least 1 is needed")
+    selection = choose_layouts(job, layouts, ranks=ranks, steps=steps, shrink=shrink)
+    on_selection(selection)
+    rows: list[Row] = []
+
+    def add_row(row: Row) -> None:
+        rows.append(row)
+        on_row(row)
+
+    for row in selection.refused_rows:
+        add_row(row)
+    stop_code = None
+    if selection.planned:
+        with scratch_directory("verify") as scratch:
+            stop_code = _run_cases(selection, scratch, add_row)
+    return VerifyResult(tuple(rows), selection.notes, selection.not_judged, selection.required, stop_code=stop_code)
+
+
+def _run_cases(selection: Selection, scratch: Scratch, add_row: Callable[[Row], None]) -> int | None:
+    """Run one group of ranks through each case in each type; after a crash, another goes on behind it.
+
+    Returns the exit code of a stop, or None. Raises ResourceError where a disk refuses: that is no
+    layout's fault.
+    """
+    job, directory = selection.job, scratch.directory
+    data_dir = ""
+    if is_own_dataset(job.data.source) and not job.data.mixture:
+        data_dir = str(prepare_corpus(job.data, directory / "data", vocab_size=None).directory)
+    remaining = [(dtype, case) for dtype in DTYPES for case in selection.planned]
+    while remaining:
+        row_reader = _RowReader(directory / ROWS, add_row)
+        outcome = _run_group(selection, remaining, directory, data_dir, on_tick=row_reader.poll)
+        row_reader.poll()
+        if outcome.status in ("interrupted", "preempted"):
+            return outcome.exit_code
+        remaining = remaining[row_reader.num_rows :]
+        if outcome.status == "failed":
+            refusal = scratch.refusal_of(outcome)
+            if isinstance(refusal, ResourceError):
+                raise refusal
+            message = scratch.message_of(outcome)
+            if not remaining:
+                raise PhalanxError(message)
+            dtype, case = remaining.pop(0)
+            add_row(selection.row_of(case, dtype=dtype, crashed=message))
+        (directory / ROWS).unlink(missing_ok=True)
+    return None
+
+
+def _run_group(
+    selection: Selection,
+    work: Sequence[tuple[str, Case]],
+    directory: Path,
+    data_dir: str,
+    *,
+    on_tick: Callable[[], None],
+) -> Outcome:
+    plans = [case.plan for _, case in work if case.plan is not None]
+    payload = {
+        "job": selection.job.to_json(),
+        "run_dir": str(directory),
+        "data_dir": data_dir,
+        "num_steps": selection.num_steps,
+        "num_ranks": plans[0].world_size,
+        "model": selection.model_name,
+        "work": [
+            {"dtype": dtype, "name": case.name, "parallel": dict(case.parallel), "plan": plan.to_json()}
+            for (dtype, case), plan in zip(work, plans, strict=True)
+        ],
+    }
+    spec = LaunchSpec(
+        entry="phalanx.verify.rank:main",
+        payload=payload,
+        num_ranks=plans[0].world_size,
+        run_dir=directory,
+        preload=("torch", "torch._dynamo", "phalanx.verify.rank", *preloaded(selection.job.model.kind)),
+        stepless="judging layouts",
+        grace_s=1.0,
+    )
+    bus = Bus(rank=-1, attempt=next_attempt(directory), run_dir=directory)
+    try:
+        return supervise(spec, bus=bus, on_tick=on_tick, say=lambda line: None)
+    finally:
+        bus.close()
+
+
+class _RowReader:
+    """Reads the rows that ranks append to a file, and hands each on once."""
+
+    def __init__(self, path: Path, add_row: Callable[[Row], None]) -> None:
+        self._path, self._add_row = path, add_row
+        self.num_rows = 0
+
+    def poll(self) -> None:
+        try:
+            # What follows the last line end is a row that is being written.
+            lines = self._path.read_text(encoding="utf-8").split("\n")[:-1]
+        except FileNotFoundError:
+            return
+        for line in lines[self.num_rows :]:
+            self._add_row(Row.from_json(json.loads(line)))
+        self.num_rows = len(lines)
