@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+import phalanx
 from commands import run, run_all
+from phalanx.core.errors import ExitCode
 from phalanx.verify.cases import all_layouts, compressed_layouts
+from phalanx.verify.row import Row
 
 OWN = """
 import os
@@ -199,3 +203,27 @@ def test_a_module_that_alone_cannot_be_judged_is_refused_and_no_layout_is_blamed
         assert (done.code, done.err) == (code, ""), (args, rows)
         assert {row["ok"] for row in rows} == ({None, True} if code == 0 else {None})
         assert words in str(rows[0]["refused"])
+
+
+def test_a_job_is_verified_from_python_outside_the_main_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    job = phalanx.load_job(None, ["model.kind=own:build", "model.args={by_rank = 1}"])
+    rows: list[Row] = []
+    with ThreadPoolExecutor(1) as thread:
+        call = thread.submit(phalanx.verify_job, job, ["ddp", "tp2"], ranks=2, steps=1, on_row=rows.append)
+        result = call.result()
+    assert tuple(rows) == result.rows
+    assert {(row.layout, row.dtype): row.ok for row in rows} == {
+        ("tp2", ""): None,
+        ("ddp", "float64"): False,
+        ("ddp", "float32"): False,
+    }
+    assert (result.exit_code, result.is_equal) == (ExitCode.VERIFICATION, False)
+    assert result.summary == "0 of 2 rows equal the reference, 1 layout refused"
+    with pytest.raises(phalanx.PhalanxError, match="'dpp' is no layout"):
+        phalanx.verify_job(job, "dpp", ranks=2)
+    assert capfd.readouterr() == ("", "")
