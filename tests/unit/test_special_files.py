@@ -269,7 +269,7 @@ OURS = {
     "verify/suggest.py": "writes what the command reads, in a temporary folder",
     "cli/_exchange.py": "writes into a temporary folder",
     "core/uncaught.py": "writes the file that a launcher made for it",
-    "cli/_generate.py": "reads what its own rank writes, in a temporary folder",
+    "run/trained/generate.py": "reads what its own rank writes, in a temporary folder",
     "run/trained/rank.py": "writes what the command reads, in a temporary folder",
     "mesh/cpu_kind.py": "reads /proc",
     "core/process_memory.py": "reads /proc",

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import sys
+from typing import TYPE_CHECKING
+
 import typer
 
 from phalanx.core.errors import ExitCode
 from phalanx.run.launched import LaunchedRanksError, refuse_launched_ranks
 
+if TYPE_CHECKING:
+    from phalanx.run.trained.launch import RanksEndedError
+
 
 def refuse_launcher(verb: str) -> None:
-    """Raise UsageError in rank 0 of another launcher's ranks; end the others without a word, with the same code."""
+    """Raise UsageError in rank 0 of another launcher's ranks; end the others without a word, with
+    the same code.
+    """
     try:
         refuse_launched_ranks(verb)
     except LaunchedRanksError as error:
         if error.rank != 0:
             raise typer.Exit(int(ExitCode.USAGE)) from None
         raise
+
+
+def print_ended_ranks(error: RanksEndedError) -> int:
+    """Print why ranks ended before their work was done; returns the exit code."""
+    if error.message:
+        print(error.message, file=sys.stderr)
+    return error.exit_code

@@ -6,20 +6,14 @@ from typing import Annotated
 
 import typer
 
-from phalanx.cli._complete import complete_job, complete_run
+from phalanx.cli._complete import complete_job
+from phalanx.cli._options import BestOption, JsonOption, TrainedModelArgument
 
 EXAMPLE = "Example: phalanx eval runs/train-20260101-120000 data.source=other.txt"
 
 
 def command(
-    checkpoint: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN|CHECKPOINT",
-            help="A run (its newest checkpoint), one checkpoint, the URL of either, or a Hugging Face directory.",
-            autocompletion=complete_run,
-        ),
-    ],
+    checkpoint: TrainedModelArgument,
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
@@ -28,8 +22,8 @@ def command(
             autocompletion=complete_job,
         ),
     ] = None,
-    best: Annotated[bool, typer.Option("--best", help="What eval.keep_best kept, not the newest.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")] = False,
+    best: BestOption = False,
+    as_json: JsonOption = False,
 ) -> int:
     """Evaluate a checkpoint: held-out loss and perplexity, on the run's own data or another source.
 
@@ -42,6 +36,36 @@ def command(
     phalanx eval runs/first --best data.source=new.txt  the best one, on all of a file
     phalanx eval runs/first parallel.ranks=1            on one process
     """
-    from phalanx.cli._eval import evaluate
+    import time
 
-    return evaluate(checkpoint, arguments or [], best=best, as_json=as_json)
+    from phalanx.cli._arguments import split_arguments
+    from phalanx.cli._checkpoint_output import refusing
+    from phalanx.cli._eval_output import print_result, print_task, show_progress
+    from phalanx.cli._json import print_json
+    from phalanx.cli._launched import print_ended_ranks, refuse_launcher
+    from phalanx.cli._progress import ProgressLine
+    from phalanx.run.scratch import scratch_directory
+    from phalanx.run.trained.evaluate import EVALUATION_KEYS, evaluate, prepare_evaluation
+    from phalanx.run.trained.launch import RanksEndedError
+    from phalanx.run.trained.model import open_trained_model
+
+    start_s = time.monotonic()
+    try:
+        with refusing(as_json), scratch_directory("eval") as scratch:
+            refuse_launcher("eval")
+            job_file, overrides = split_arguments(arguments or [])
+            model = open_trained_model(
+                checkpoint, job_file, overrides, best=best, allowed_keys=EVALUATION_KEYS, on_one_rank=False
+            )
+            task = prepare_evaluation(model, scratch)
+            if not as_json:
+                print_task(task)
+            with ProgressLine("evaluating") as line:
+                result = evaluate(task, scratch, on_progress=lambda progress: show_progress(line, progress))
+    except RanksEndedError as error:
+        return print_ended_ranks(error)
+    if as_json:
+        print_json("eval", {**result.to_json(), "wall_s": time.monotonic() - start_s}, indent=1)
+    else:
+        print_result(result)
+    return 0

@@ -6,20 +6,15 @@ from typing import Annotated
 
 import typer
 
-from phalanx.cli._complete import complete_job, complete_run
+from phalanx.cli._complete import complete_job
+from phalanx.cli._options import BestOption, TrainedModelArgument
 
 EXAMPLE = "Example: phalanx generate runs/train-20260101-120000 --prompt='def main' --tokens=100"
+MAX_PROMPT_BYTES = 16 << 20
 
 
 def command(
-    checkpoint: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN|CHECKPOINT",
-            help="A run (its newest checkpoint), one checkpoint, the URL of either, or a Hugging Face directory.",
-            autocompletion=complete_run,
-        ),
-    ],
+    checkpoint: TrainedModelArgument,
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
@@ -44,7 +39,7 @@ def command(
         typer.Option("--top-p", min=0.0, max=1.0, metavar="P", help="Only among the likeliest that make up P."),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, metavar="SEED", help="Another one gives another text.")] = 0,
-    best: Annotated[bool, typer.Option("--best", help="What eval.keep_best kept, not the newest.")] = False,
+    best: BestOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print texts and facts as JSON, at the end.")] = False,
 ) -> int:
     """Continue a text with a checkpoint of a model of text.
@@ -58,16 +53,54 @@ def command(
     echo "In the beginning" | phalanx generate runs/first --temperature 0
     phalanx generate my-hf-model --prompt "Once" --top-p 0.9 --seed 7 --json
     """
-    from phalanx.cli._generate import Request, generate
+    from phalanx.cli._arguments import split_arguments
+    from phalanx.cli._checkpoint_output import refusing, tell
+    from phalanx.cli._generate_output import TextPrinter, describe_speed
+    from phalanx.cli._json import print_json
+    from phalanx.cli._launched import print_ended_ranks, refuse_launcher
+    from phalanx.run.scratch import scratch_directory
+    from phalanx.run.trained.generate import GENERATION_KEYS, SamplingOptions, generate_texts, open_generator
+    from phalanx.run.trained.launch import RanksEndedError
+    from phalanx.run.trained.model import describe_ranks, open_trained_model
 
-    request = Request(
-        checkpoint,
-        tuple(arguments or ()),
-        None if prompt is None else tuple(prompt),
-        tokens,
-        {"temperature": temperature, "top_k": top_k, "top_p": top_p},
-        seed,
-        best,
-        as_json,
-    )
-    return generate(request)
+    try:
+        with refusing(as_json), scratch_directory("generate") as scratch:
+            refuse_launcher("generate")
+            job_file, overrides = split_arguments(arguments or [])
+            model = open_trained_model(
+                checkpoint, job_file, overrides, best=best, allowed_keys=GENERATION_KEYS, on_one_rank=True
+            )
+            generator = open_generator(model)
+            texts = [generator.encode_prompt(text) for text in (_read_prompt() if prompt is None else prompt)]
+            if not as_json:
+                tell(f"model   {model.name}, on {describe_ranks(model, generator.plan)}", as_problem=True)
+            result = generate_texts(
+                generator,
+                texts,
+                scratch,
+                num_tokens=tokens,
+                sampling=SamplingOptions(temperature, top_k, top_p),
+                seed=seed,
+                on_text=(lambda text: None) if as_json else TextPrinter(generator).print_new,
+            )
+    except RanksEndedError as error:
+        return print_ended_ranks(error)
+    if as_json:
+        print_json("generate", result.to_json(), indent=1)
+    else:
+        tell(describe_speed(result), as_problem=True)
+    return 0
+
+
+def _read_prompt() -> list[str]:
+    """The text on standard input, as the only prompt. Raises UsageError at a terminal."""
+    import sys
+
+    from phalanx.core.errors import UsageError
+
+    if sys.stdin is None or sys.stdin.isatty():
+        raise UsageError("there is no prompt", fix='give --prompt "TEXT", or the text on standard input')
+    raw = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
+    if len(raw) > MAX_PROMPT_BYTES:
+        raise UsageError(f"the prompt on standard input has more than {MAX_PROMPT_BYTES >> 20} MiB")
+    return [raw.decode("utf-8", "surrogateescape").removesuffix("\n")]

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from phalanx.cli._complete import complete_run
-from phalanx.cli._job_arguments import JobArguments
+from phalanx.cli._options import JobArguments
 
 EXAMPLE = "Example: phalanx train job.toml train.steps=200 parallel.dp_shard=2 run.dir=runs/first"
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from phalanx.cli._job_arguments import JobArguments
+from phalanx.cli._options import JobArguments
 
 EXAMPLE = "Example: phalanx verify job.toml --layouts=all --ranks=4"
 

@@ -1,9 +1,8 @@
-"""Start the ranks of a verb that opens a checkpoint, hand on what they write, and raise what they refused."""
+"""Start the ranks of a verb that opens a checkpoint, and raise what they refused."""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,26 +14,38 @@ from phalanx.launch.supervisor import LaunchSpec, supervise
 from phalanx.observe.bus import Bus
 from phalanx.plan.plan import Plan
 from phalanx.run.scratch import Scratch
-from phalanx.run.trained.model import Subject
+from phalanx.run.trained.model import TrainedModel
 
 DOING = {"evaluate": "evaluating", "continue_texts": "generating"}
 
 
-def run_ranks(
-    entry: str, subject: Subject, plan: Plan, scratch: Scratch, more: dict[str, Any], on_tick: Callable[[], None]
-) -> int:
-    """Run `entry` of phalanx.run.trained.rank on the plan's ranks; the exit code is that of a person's stop, or 0.
+class RanksEndedError(Exception):
+    """Ranks that ended before their work was done, and refused nothing.
 
-    Raises the PhalanxError that a rank raised; any other error's traceback is printed, and its exit code returned.
+    A person stopped them, or code failed: then `message` has its traceback, without secrets.
+    `exit_code` is that of the process that started them.
     """
-    manifest, directory = subject.manifest, scratch.directory
+
+    def __init__(self, exit_code: int, message: str = "") -> None:
+        super().__init__(message)
+        self.exit_code, self.message = exit_code, message
+
+
+def run_ranks(
+    entry: str, model: TrainedModel, plan: Plan, scratch: Scratch, more: dict[str, Any], on_tick: Callable[[], None]
+) -> None:
+    """Run `entry` of phalanx.run.trained.rank on the plan's ranks until they are done.
+
+    Raises the PhalanxError that a rank raised, or RanksEndedError.
+    """
+    directory = scratch.directory
     payload = {
-        "job": subject.job.to_json(),
+        "job": model.job.to_json(),
         "plan": plan.to_json(),
         "run_dir": str(directory),
-        "checkpoint": subject.folder.url if subject.folder is not None else "",
-        "step": subject.step,
-        "cast": manifest is not None and bool(manifest.facts.get("imported_from")),
+        "checkpoint": model.folder.url if model.folder is not None else "",
+        "step": model.step,
+        "cast": model.is_imported,
         **more,
     }
     spec = LaunchSpec(
@@ -42,7 +53,7 @@ def run_ranks(
         payload=payload,
         num_ranks=plan.world_size,
         run_dir=directory,
-        preload=("torch", "torch._dynamo", "phalanx.run.trained.rank", *preloaded(subject.job.model.kind)),
+        preload=("torch", "torch._dynamo", "phalanx.run.trained.rank", *preloaded(model.job.model.kind)),
         stepless=DOING[entry],
         grace_s=1.0,
     )
@@ -54,12 +65,15 @@ def run_ranks(
     if (refusal := scratch.refusal_of(outcome)) is not None:
         raise refusal
     if outcome.status == "failed":
-        print(Redactor(os.environ).text(scratch.message_of(outcome)), file=sys.stderr)
-        return outcome.exit_code or ExitCode.INTERNAL
-    return outcome.exit_code
+        message = Redactor(os.environ).text(scratch.message_of(outcome))
+        raise RanksEndedError(outcome.exit_code or ExitCode.INTERNAL, message)
+    if outcome.exit_code != ExitCode.OK:
+        raise RanksEndedError(outcome.exit_code)
 
 
 def require_result(path: Path) -> None:
-    """Raise PhalanxError where ranks ended well and left nothing: a module of the user's that exits, say."""
+    """Raise PhalanxError where ranks ended well and left nothing: a module of the user's that
+    exits, say.
+    """
     if not path.is_file():
         raise PhalanxError("the ranks ended and left no result", fix="look for an exit() in your own code")

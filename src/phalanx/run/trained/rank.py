@@ -26,12 +26,12 @@ from phalanx.parallel.model import Batch, ParallelModel
 from phalanx.parallel.parallelize import parallelize, transforms
 from phalanx.plan.plan import Plan
 from phalanx.run.data import check_masks, open_held_out
+from phalanx.run.trained.files import PROGRESS, RESULT, TOKENS
 from phalanx.train.evaluation import HeldOut
 from phalanx.train.evaluator import Evaluator
 from phalanx.train.generate import Sampling, generate
 from phalanx.train.stop import StopFlags
 
-RESULT, PROGRESS, TOKENS = "result.json", "progress.json", "tokens.jsonl"  # what rank 0 writes for who started it
 PROGRESS_S = 0.2
 transforms()  # imported in the server, once, instead of in every rank
 

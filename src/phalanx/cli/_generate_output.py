@@ -1,0 +1,71 @@
+"""What `phalanx generate` prints: texts as they come on standard output, and their speed."""
+
+from __future__ import annotations
+
+import sys
+
+from phalanx.core.output import silence
+from phalanx.core.printable import printable
+from phalanx.core.units import format_seconds, plural
+from phalanx.run.trained.generate import GeneratedText, GenerationResult, TextGenerator
+
+INCOMPLETE = "\ufffd"  # what a decoder gives for bytes of a letter that is not complete yet
+
+
+class TextPrinter:
+    """Prints texts that come one after another, each with its prompt, as far as their letters are
+    complete.
+    """
+
+    def __init__(self, generator: TextGenerator) -> None:
+        self._generator = generator
+        self._text: GeneratedText | None = None
+        self._num_printed = 0  # letters of the text that follow its prompt
+
+    def print_new(self, text: GeneratedText) -> None:
+        """Print what `text` has more than at the last call; the prompt first where it is another
+        text.
+        """
+        if text is not self._text:
+            self._text, self._num_printed = text, 0
+            has_tokenizer = self._generator.tokenizer is not None
+            _write(_safe(text.prompt if has_tokenizer else text.prompt.strip() + " "))
+        decoded = self._generator.decode(text)
+        if not text.has_ended:
+            decoded = decoded.rstrip(INCOMPLETE)
+        _write(_safe(decoded[self._num_printed :]))
+        self._num_printed = max(self._num_printed, len(decoded))
+        if text.has_ended:
+            _write("\n")
+
+
+def describe_speed(result: GenerationResult) -> str:
+    """A line: how many tokens in which time, and tokens per second."""
+    rate = f"{result.num_tokens / result.generated_s:,.1f} tokens/s" if result.generated_s else "at once"
+    tokens, seconds = plural(result.num_tokens, "token"), format_seconds(result.generated_s)
+    return f"speed   {tokens} in {seconds}: {rate}, without a key-value cache"
+
+
+def _write(text: str) -> None:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except UnicodeEncodeError:  # a terminal that is not of UTF-8
+        encoding = sys.stdout.encoding or "ascii"
+        sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+    except BrokenPipeError:
+        silence(sys.stdout)
+
+
+def _safe(text: str) -> str:
+    """Lines stay lines; what else could move a cursor does not pass."""
+    lines = text.expandtabs(4).split("\n")
+    return "\n".join(_safe_line(line) for line in lines)
+
+
+def _safe_line(line: str) -> str:
+    """One line without control characters. The spaces at its end stay, which `printable` takes
+    away.
+    """
+    text = line.rstrip()
+    return printable(text, max(1, len(text))) + " " * (len(line) - len(text))

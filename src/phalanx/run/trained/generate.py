@@ -1,0 +1,250 @@
+"""Continue texts with a checkpoint: prompts to token ids, ranks that continue them, and their
+tokens as they come.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from phalanx.core.errors import CheckpointError, DataError, LayoutError, UsageError
+from phalanx.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from phalanx.plan.plan import Plan
+from phalanx.run.scratch import Scratch
+from phalanx.run.trained.files import TOKENS
+from phalanx.run.trained.launch import require_result, run_ranks
+from phalanx.run.trained.model import TrainedModel
+
+# What a command line may change of the job that trained the model.
+GENERATION_KEYS = ("parallel", "precision", "cluster", "data.tokenizer", "train.compile")
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How a token is drawn: among the `top_k` likeliest, or the likeliest that make up `top_p`."""
+
+    temperature: float
+    top_k: int | None = None
+    top_p: float | None = None
+
+
+@dataclass
+class GeneratedText:
+    """A prompt and the tokens that follow it so far. `wall_s` is set when the text has ended."""
+
+    prompt: str
+    prompt_tokens: list[int]
+    tokens: list[int] = field(default_factory=list)
+    wall_s: float | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.wall_s is not None
+
+
+@dataclass(frozen=True)
+class TextGenerator:
+    """A model that generates, its plan and its tokenizer. Without a tokenizer, prompts and texts
+    are token ids.
+    """
+
+    model: TrainedModel
+    plan: Plan
+    tokenizer: Tokenizer | None
+
+    @property
+    def end_token(self) -> int | None:
+        """The id of the token that ends a document."""
+        return self.tokenizer.end_of_document if self.tokenizer is not None else None
+
+    def encode_prompt(self, prompt: str) -> GeneratedText:
+        """A text of which only the prompt is there. An empty prompt begins a document, if a token
+        ends documents.
+
+        Raises UsageError or DataError for a prompt that the model cannot read.
+        """
+        tokens = _encode_ids(prompt) if self.tokenizer is None else self.tokenizer.encode(prompt)
+        if not tokens and self.end_token is not None:
+            tokens = [self.end_token]
+        if not tokens:
+            raise UsageError("the prompt is empty", fix='give --prompt "TEXT"')
+        vocab_size = self.plan.vocab_size
+        if vocab_size and max(tokens) >= vocab_size:
+            raise DataError(f"token {max(tokens)} of the prompt does not fit the model's vocabulary of {vocab_size}")
+        return GeneratedText(prompt, tokens)
+
+    def decode(self, text: GeneratedText) -> str:
+        """What follows the prompt. It is decoded with the prompt: a tokenizer may join a token to
+        the one before.
+        """
+        if self.tokenizer is None:
+            return " ".join(map(str, text.tokens))
+        prompt = self.tokenizer.decode(text.prompt_tokens)
+        prompt_and_text = self.tokenizer.decode([*text.prompt_tokens, *text.tokens])
+        if prompt_and_text.startswith(prompt):
+            return prompt_and_text[len(prompt) :]
+        return self.tokenizer.decode(text.tokens)
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """Texts that have ended, and how they were drawn. The text of index i was drawn with `seed` +
+    i.
+    """
+
+    generator: TextGenerator
+    sampling: SamplingOptions
+    seed: int
+    texts: Sequence[GeneratedText]
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens follow the prompts."""
+        return sum(len(text.tokens) for text in self.texts)
+
+    @property
+    def generated_s(self) -> float:
+        return sum(text.wall_s or 0.0 for text in self.texts)
+
+    def to_json(self) -> dict[str, Any]:
+        """The facts of `phalanx generate --json`."""
+        model, plan = self.generator.model, self.generator.plan
+        return {
+            "checkpoint": model.name,
+            "step": model.step,
+            "world_size": plan.world_size,
+            "context": plan.seq_len,
+            **asdict(self.sampling),
+            "seed": self.seed,
+            "texts": [self._text_to_json(text) for text in self.texts],
+            "tokens_per_s": self.num_tokens / self.generated_s if self.generated_s else None,
+        }
+
+    def _text_to_json(self, text: GeneratedText) -> dict[str, Any]:
+        is_text = self.generator.tokenizer is not None
+        return {
+            "prompt": text.prompt if is_text else None,
+            "prompt_tokens": text.prompt_tokens,
+            "text": self.generator.decode(text) if is_text else None,
+            "tokens": text.tokens,
+            "ended_by": "document" if text.tokens[-1:] == [self.generator.end_token] else "length",
+        }
+
+
+def open_generator(model: TrainedModel) -> TextGenerator:
+    """Find the tokenizer of `model` and plan how ranks share the work.
+
+    Raises LayoutError for a model that reads images, DataError or CheckpointError for a tokenizer
+    that is not there, or is not the one the model was trained with.
+    """
+    tokenizer = _find_tokenizer(model)
+    plan = model.make_plan(vocab_size=tokenizer.vocab_size if tokenizer is not None else None)
+    if plan.model_shape.reads_images:
+        raise LayoutError("this model does not generate", why="it reads images", where=model.name)
+    return TextGenerator(model, plan, tokenizer)
+
+
+def generate_texts(
+    generator: TextGenerator,
+    texts: Sequence[GeneratedText],
+    scratch: Scratch,
+    *,
+    num_tokens: int,
+    sampling: SamplingOptions,
+    seed: int,
+    on_text: Callable[[GeneratedText], None],
+) -> GenerationResult:
+    """Start the ranks, which continue `texts` one after another by at most `num_tokens` tokens
+    each.
+
+    `on_text` is called several times a second with each text that has more tokens than before, or
+    has ended, in order. Raises the PhalanxError of a rank, or RanksEndedError.
+    """
+    tokenizer = generator.tokenizer
+    more = {
+        "prompts": [text.prompt_tokens for text in texts],
+        "num_tokens": num_tokens,
+        "context": generator.plan.seq_len,
+        "seed": seed,
+        "end": generator.end_token,
+        "sampling": {**asdict(sampling), "num_choices": tokenizer.vocab_size if tokenizer is not None else None},
+    }
+    tokens_file = _TokensFile(scratch.directory / TOKENS, texts, on_text)
+    try:
+        run_ranks("continue_texts", generator.model, generator.plan, scratch, more, tokens_file.poll)
+    finally:
+        tokens_file.poll()  # what ranks wrote since the last time, also where they were stopped
+    require_result(scratch.directory / TOKENS)
+    return GenerationResult(generator, sampling, seed, texts)
+
+
+class _TokensFile:
+    """The file to which rank 0 appends tokens while the texts grow; each poll reads what is new in
+    it.
+    """
+
+    def __init__(self, path: Path, texts: Sequence[GeneratedText], on_text: Callable[[GeneratedText], None]) -> None:
+        self._path, self._texts, self._on_text = path, texts, on_text
+        self._offset = 0
+
+    def poll(self) -> None:
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._offset)
+                raw = file.read()
+        except FileNotFoundError:
+            return
+        raw = raw[: raw.rfind(b"\n") + 1]
+        self._offset += len(raw)
+        changed: dict[int, None] = {}
+        for line in raw.splitlines():
+            record = json.loads(line)
+            changed[record["text"]] = None
+            text = self._texts[record["text"]]
+            if "token" in record:
+                text.tokens.append(record["token"])
+            else:
+                text.wall_s = record["wall_s"]
+        for number in changed:
+            self._on_text(self._texts[number])
+
+
+def _find_tokenizer(model: TrainedModel) -> Tokenizer | None:
+    """The tokenizer of the run's text, or the one that the overrides or an import name; None where
+    ids have no text.
+    """
+    setting = model.job.data.tokenizer
+    corpus = model.corpus() if not model.overridden_keys("data.tokenizer") else None
+    if corpus is not None:
+        return corpus.tokenizer()
+    tokenizer = load_tokenizer(setting) if setting else None
+    if tokenizer is None and model.folder is None:
+        return None  # a Hugging Face directory without tokenizer.json
+    if tokenizer is None and model.run_dir is not None and (model.run_dir / TOKENIZER_FILE).is_file():
+        tokenizer = load_tokenizer(str(model.run_dir))
+    digest = model.tokenizer_digest
+    if tokenizer is None and digest == load_tokenizer("bytes").digest:
+        return load_tokenizer("bytes")
+    if tokenizer is None and digest:
+        fix = "give data.tokenizer=FILE"
+        raise DataError(f"the tokenizer {digest} it was trained with is not here", where=model.name, fix=fix)
+    if tokenizer is not None and digest and tokenizer.digest != digest:
+        why = f"data.tokenizer {setting} is {tokenizer.digest}"
+        raise CheckpointError(f"it was trained on tokens of tokenizer {digest}", where=model.name, why=why)
+    return tokenizer
+
+
+def _encode_ids(prompt: str) -> list[int]:
+    """Token ids that are written as numbers, between spaces or commas."""
+    words = [word for word in re.split(r"[\s,]+", prompt.strip()) if word]
+    if not all(re.fullmatch(r"\d{1,9}", word) for word in words):
+        raise UsageError(
+            "the prompt is no list of token ids",
+            why="there is no tokenizer with the checkpoint",
+            fix='write ids, --prompt "12 7 99", or give data.tokenizer=FILE',
+        )
+    return [int(word) for word in words]
