@@ -32,7 +32,7 @@ from typing import IO, Any, NoReturn
 NURSERY, HOME = "PHALANX_TESTS_NURSERY", "PHALANX_TESTS_HOME"
 MODULES = (
     "phalanx.nn.probe",
-    "phalanx.verify.rows_probe",
+    "phalanx.run.one_process.rows_probe",
     "phalanx.launch.server",
     "phalanx.checkpoint.exchange.unpickle",
 )

@@ -1,4 +1,4 @@
-"""Dropout drops the same in every layout. Reference: torch's own, filled by verify.masks, in one process."""
+"""Dropout drops the same in every layout. Reference: torch's own in one process, filled by dropout_masks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from phalanx.parallel.draws import EqualPart, Part
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.plan import Plan
-from phalanx.verify.masks import Definition
-from phalanx.verify.reference import plain_cross_entropy
+from phalanx.run.one_process.dropout_masks import Definition
+from phalanx.run.one_process.plain_loss import plain_cross_entropy
 from ranks import run_ranks
 
 STEPS, LR, WIDTH, SEED = 2, 0.5, 12, 7

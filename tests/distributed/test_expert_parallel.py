@@ -26,7 +26,8 @@ from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
-from phalanx.verify.reference import plain_cross_entropy, train_alone
+from phalanx.run.one_process.plain_loss import plain_cross_entropy
+from phalanx.verify.reference import train_alone
 from ranks import run_ranks
 
 BATCH, SEQ_LEN, LAYERS, STEPS = 8, 16, 4, 2

@@ -30,7 +30,7 @@ from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize
 from phalanx.parallel.pp_weights import linear as split_linear
 from phalanx.parallel.saved import is_weight
-from phalanx.verify.masks import Definition
+from phalanx.run.one_process.dropout_masks import Definition
 from pipelines import (
     BATCH,
     LAYERS,

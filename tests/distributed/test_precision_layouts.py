@@ -20,8 +20,8 @@ from phalanx.nn.objective import causal_cross_entropy
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
+from phalanx.run.one_process.plain_loss import plain_cross_entropy
 from phalanx.verify.cases import all_layouts
-from phalanx.verify.reference import plain_cross_entropy
 from ranks import run_ranks
 
 ROWS, SEQ_LEN, STEPS, LR = 16, 16, 4, 0.5

@@ -17,8 +17,8 @@ from phalanx.job.shape import Measured, measured_shape
 from phalanx.plan.mixed_rows import RowFacts, row_warnings
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
-from phalanx.verify.rows import check_rows
-from phalanx.verify.rows_probe import answer, sample_batch
+from phalanx.run.one_process.check_rows import check_rows
+from phalanx.run.one_process.rows_probe import answer, sample_batch
 
 SHAPE = measured_shape("mixing", 0, Measured(200, 200, 200, 0))  # for the plan's memory alone
 

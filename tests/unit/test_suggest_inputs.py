@@ -16,8 +16,8 @@ from phalanx.core.errors import LayoutError
 from phalanx.job.schema import Job
 from phalanx.job.shape import Measured, measured_shape
 from phalanx.plan.planner import make_plan
+from phalanx.run.one_process.rows_probe import sample_batch
 from phalanx.verify.cases import SMALL_VOCAB
-from phalanx.verify.rows_probe import sample_batch
 from phalanx.verify.suggest import Suggestion, suggest
 
 SHAPE = measured_shape("x", 0, Measured(200, 200, 200, 0))

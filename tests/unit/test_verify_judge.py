@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-import phalanx.verify.masks as masks
+import phalanx.run.one_process.dropout_masks as masks
+import phalanx.run.one_process.plain_loss as plain_loss
 import phalanx.verify.reference as reference
 from models import CPU
 from phalanx.cli._verify_table import describe_refused
@@ -28,7 +29,7 @@ from phalanx.verify.trace_facts import BUFFERS, FINAL, INITIAL, UPDATED, Trace, 
 from phalanx.verify.verdict import Judge
 
 
-@pytest.mark.parametrize("room", [reference, masks], ids=["reference", "masks"])
+@pytest.mark.parametrize("room", [reference, masks, plain_loss], ids=["reference", "masks", "plain_loss"])
 def test_the_reference_imports_torch_alone(room: Any) -> None:
     """Else it could share a mistake with what it judges."""
     tree = ast.parse(Path(room.__file__).read_text())

@@ -17,7 +17,7 @@ from phalanx.plan.mixed_rows import MAX_PARAMS, RowFacts, has_own_code, row_warn
 from phalanx.plan.plan import Plan
 from phalanx.plan.warnings import EarlyWarning
 
-PROBE = "phalanx.verify.rows_probe"
+PROBE = "phalanx.run.one_process.rows_probe"
 TIMEOUT_S = 30.0  # a run waits for it before its ranks start
 
 
@@ -62,6 +62,7 @@ def _cache_file(job: Job, plan: Plan) -> Path:
     own = [
         file for name in named if name and is_foreign(name) for file in sources_of(name.partition(":")[0].split("."))
     ]
-    ours = [file for room in ("nn", "verify") for file in sorted((Path(__file__).parents[1] / room).glob("*.py"))]
+    package = Path(__file__).parents[1]
+    ours = [*sorted((package / "nn").glob("*.py")), *sorted((package / "run" / "one_process").glob("*.py"))]
     said = [job.model.model_dump(mode="json"), job.data.model_dump(mode="json"), job.run.seed, plan.shape]
     return SHAPE_CACHE / f"rows-{digest([said, states_of([*own, *ours]), sys.version])}.json"

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from phalanx.core.batch import IGNORE_INDEX
 from phalanx.core.digest import stable_hash64
 from phalanx.data.corpus import load_corpus
 from phalanx.data.loader import Share, TrainBatches
 from phalanx.data.samples import SampleSpec
 from phalanx.job.schema import Job
-from phalanx.job.shape import ModelShape
 from phalanx.plan.plan import Plan
+from phalanx.run.one_process.plain_loss import Batch
+from phalanx.run.one_process.synthetic_batches import made_up
 from phalanx.verify.cases import NUM_MICROBATCHES
-
-Batch = Mapping[str, torch.Tensor]
 
 
 def global_steps(job: Job, plan: Plan, data_dir: Path | None, *, num_steps: int) -> list[list[Batch]]:
@@ -38,40 +36,6 @@ def global_steps(job: Job, plan: Plan, data_dir: Path | None, *, num_steps: int)
         [made_up(plan, rows, generator, documents=job.data.document_masks) for _ in range(NUM_MICROBATCHES)]
         for _ in range(num_steps)
     ]
-
-
-def made_up(plan: Plan, rows: int, generator: torch.Generator, *, documents: bool) -> Batch:
-    """A batch of what the plan's model reads: tokens, or images with labels."""
-    make = _images if plan.model_shape.reads_images else _tokens
-    return make(plan, rows, generator, documents=documents)
-
-
-def _tokens(plan: Plan, rows: int, generator: torch.Generator, *, documents: bool) -> Batch:
-    """Each row has its own share of masked targets; one in three has none left."""
-    length, vocab_size = plan.seq_len, plan.vocab_size
-    tokens = torch.randint(vocab_size, (rows, length + 1), generator=generator)
-    targets = _masked(tokens[:, 1:].clone(), generator)
-    batch = {"inputs": tokens[:, :-1].clone(), "targets": targets, "positions": torch.arange(length).repeat(rows, 1)}
-    if documents:
-        border = torch.randint(1, max(2, length), (rows, 1), generator=generator)
-        batch["document_ids"] = (batch["positions"] >= border).long()
-        batch["positions"] = torch.where(batch["positions"] >= border, batch["positions"] - border, batch["positions"])
-    return batch
-
-
-def _images(plan: Plan, rows: int, generator: torch.Generator, *, documents: bool) -> Batch:
-    shape: ModelShape = plan.model_shape
-    images = torch.randn(rows, shape.num_channels, shape.image_size, shape.image_size, generator=generator)
-    labels = torch.randint(shape.num_classes, (rows,), generator=generator)
-    return {"inputs": images, "targets": _masked(labels.unsqueeze(1), generator).squeeze(1)}
-
-
-def _masked(targets: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    keep = torch.rand(len(targets), 1, generator=generator)
-    targets[torch.rand(targets.shape, generator=generator) > keep] = IGNORE_INDEX
-    targets[2::3] = IGNORE_INDEX
-    targets[0, 0] = targets[0, 0].clamp(min=0)  # whatever was drawn, there is a target
-    return targets
 
 
 def split_again(steps: Sequence[Sequence[Batch]], num_microbatches: int) -> list[list[Batch]]:

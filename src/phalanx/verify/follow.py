@@ -11,7 +11,7 @@ import torch
 
 from phalanx.mesh.logical import LogicalShard, full_name, local_tensor
 from phalanx.parallel.model import Batch, Objective, ParallelModel
-from phalanx.verify.masks import Watch
+from phalanx.verify.dropout_watch import Watch
 from phalanx.verify.trace import TraceReader
 from phalanx.verify.trace_facts import BUFFERS, FINAL, INITIAL, UPDATED, Trace, gradients_of
 

@@ -15,13 +15,13 @@ from phalanx.optim.build import build_optimizer
 from phalanx.parallel.model import Batch, ParallelModel
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.plan import Plan
+from phalanx.run.one_process.original_module import build_untouched
 from phalanx.verify.flips import EVALUATION, optimizer_step, train_step
 from phalanx.verify.follow import follow, follow_optimizer
 from phalanx.verify.follow_lossy import digests_of, follow_lossy
 from phalanx.verify.lossy import comparable, is_lossy
 from phalanx.verify.routes import Watch, read_routes
 from phalanx.verify.trace_facts import UPDATED, Trace
-from phalanx.verify.untouched import build_untouched
 
 
 @dataclass

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 Batch = Mapping[str, torch.Tensor]
@@ -99,14 +98,6 @@ def evaluate_alone(module: nn.Module, loss_sum: LossSum, microbatches: Sequence[
         loss, count = loss + total.item(), count + int(targets)
     module.train(was_training)
     return loss / count
-
-
-def plain_cross_entropy(outputs: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss of causal models as the textbook has it: logits whole, from logits or from (hidden, head's weight)."""
-    logits = outputs if isinstance(outputs, torch.Tensor) else outputs[0] @ outputs[1].T
-    targets, balance = batch["targets"], getattr(outputs, "balance", None)
-    total = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=-100, reduction="sum")
-    return total if balance is None else balance.with_loss(total), (targets != -100).sum()
 
 
 def forward_order(module: nn.Module, call: Callable[[], Any]) -> list[str]:

@@ -20,16 +20,17 @@ from phalanx.mesh.mesh import Mesh
 from phalanx.optim.build import build_optimizer
 from phalanx.parallel.model import Batch
 from phalanx.plan.plan import Plan
+from phalanx.run.one_process.dropout_masks import Definition
+from phalanx.run.one_process.job_loss import JobLoss
+from phalanx.run.one_process.original_module import build_untouched
 from phalanx.verify.batches import as_dtype, split_again
 from phalanx.verify.flips import EVALUATION, Reroute, optimizer_step, train_step
-from phalanx.verify.job_loss import JobLoss
-from phalanx.verify.masks import Definition
+from phalanx.verify.forward_probe import described_failure, probe
 from phalanx.verify.pipelines import num_microbatches
 from phalanx.verify.reference import Around, evaluate_alone, train_alone
 from phalanx.verify.routes import Choices, Routes, are_alike, read_routes, write_routes
 from phalanx.verify.trace import write_trace
 from phalanx.verify.trace_facts import BUFFERS, TRACE, Trace, read_trace
-from phalanx.verify.untouched import build_untouched, described_failure, probe
 
 NUDGE = 4  # roundings
 CLIP, MOVE = 0.3, 0.01  # not one over a number of ranks or microbatches, so that its absence is told from theirs

@@ -23,11 +23,11 @@ from phalanx.parallel.calling import call_with_batch, describe_batch
 from phalanx.plan.coverage import pattern_of
 from phalanx.plan.plan import Plan
 from phalanx.plan.rules import matches
+from phalanx.run.one_process.original_module import build_untouched
 from phalanx.verify.batches import Batch, as_dtype, global_steps
 from phalanx.verify.suggest_feed import fitting_batches
 from phalanx.verify.suggest_flow import Cutting, Flow, find_cutting, watch
 from phalanx.verify.suggest_trial import Visit, try_out
-from phalanx.verify.untouched import build_untouched
 
 ANSWER = "suggested.json"
 NUM_ROWS = 2

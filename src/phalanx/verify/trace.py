@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from phalanx.verify.forward_probe import Probe
 from phalanx.verify.reference import AloneStep
 from phalanx.verify.trace_facts import (
     BUFFERS,
@@ -29,7 +30,6 @@ from phalanx.verify.trace_facts import (
     TraceStep,
     gradients_of,
 )
-from phalanx.verify.untouched import Probe
 
 
 class TraceReader:

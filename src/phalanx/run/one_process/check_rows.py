@@ -16,9 +16,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from phalanx.job.schema import Job
 from phalanx.plan.mixed_rows import MAX_PARAMS, RowFacts, has_own_code
 from phalanx.plan.plan import Plan
-from phalanx.verify.job_loss import JobLoss
-from phalanx.verify.masks import Definition
-from phalanx.verify.mixing import (
+from phalanx.run.one_process.dropout_masks import Definition
+from phalanx.run.one_process.job_loss import JobLoss
+from phalanx.run.one_process.original_module import build_untouched
+from phalanx.run.one_process.plain_loss import Batch
+from phalanx.run.one_process.row_mixing import (
     CollectiveCalledError,
     Part,
     RefusingCollectives,
@@ -27,8 +29,6 @@ from phalanx.verify.mixing import (
     mixing_part,
     num_rows_of,
 )
-from phalanx.verify.reference import Batch
-from phalanx.verify.untouched import build_untouched
 
 NUM_ROWS = (4, 32)  # tried one after the other: classes with two members may need many
 MAX_WORK = 2**34  # parameters x tokens: some seconds of a core

@@ -1,4 +1,6 @@
-"""`python -m phalanx.verify.rows_probe JSON`: what a job's loss does with the rows of a batch, for plan and train.
+"""Says what a job's loss does with the rows of a batch, for plan and train.
+
+Run as `python -m phalanx.run.one_process.rows_probe JSON`.
 
 The process stands for rank 0 of two, so that code which asks for ranks before it calls a collective is seen to.
 """
@@ -26,8 +28,9 @@ from phalanx.job.schema import Job
 from phalanx.nn.build import MODELS
 from phalanx.plan.mixed_rows import RowFacts
 from phalanx.plan.plan import Plan
-from phalanx.verify.batches import Batch, made_up
-from phalanx.verify.rows import NUM_ROWS, check_rows
+from phalanx.run.one_process.check_rows import NUM_ROWS, check_rows
+from phalanx.run.one_process.plain_loss import Batch
+from phalanx.run.one_process.synthetic_batches import made_up
 
 MAX_SAMPLES = 2 * NUM_ROWS[-1]  # of which those are chosen that have a like
 READ_S = 5.0  # more than the few are read as long as this

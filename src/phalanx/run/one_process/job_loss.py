@@ -16,7 +16,7 @@ from phalanx.nn.build import build_objective
 from phalanx.nn.objective import CausalOutput
 from phalanx.parallel.model import READS_PARTS, together
 from phalanx.plan.plan import Plan
-from phalanx.verify.reference import Batch, plain_cross_entropy
+from phalanx.run.one_process.plain_loss import Batch, plain_cross_entropy
 
 
 class JobLoss:

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import phalanx
 from phalanx.core.errors import LayoutError
-from phalanx.verify.masks import Definition
-from phalanx.verify.reference import Batch
+from phalanx.run.one_process.dropout_masks import Definition
+from phalanx.run.one_process.plain_loss import Batch
 
 Part = Literal["", "model", "objective"]
 
