@@ -37,7 +37,7 @@ class TraceStep:
 class Trace:
     """`sizes`: set -> name -> norm of the tensor; `order`: parameters as a forward meets them.
 
-    `narrows`, `mixes_rows`, `dropped`, `mixed_by` and `moved` are what verify/untouched.py saw of the module.
+    `narrows`, `mixes_rows`, `dropped`, `mixed_by` and `moved` are what verify/forward_probe.py saw of the module.
     """
 
     directory: Path
