@@ -41,7 +41,7 @@ VERBS = ("train", "plan", "verify", "report", "checkpoint", "data", "eval", "gen
 IMPORTED = {
     "ranks": ("torch", "torch._dynamo", "phalanx.run.rank", "phalanx.verify.rank", "phalanx.nn.hf", "runpy"),
     "commands": (
-        *("phalanx.run.supervised", "phalanx.run.prepare", "phalanx.observe.sinks.tensorboard", "runpy"),
+        *("phalanx.run.training", "phalanx.run.supervised", "phalanx.observe.sinks.tensorboard", "runpy"),
         *(f"phalanx.cli.{verb}" for verb in VERBS),
     ),
 }

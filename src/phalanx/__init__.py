@@ -50,6 +50,9 @@ _HOME = {
     "load_weights": "phalanx.checkpoint.weights",
     "verify_job": "phalanx.verify.drive",
     "VerifyResult": "phalanx.verify.result",
+    "train_job": "phalanx.run.train_job",
+    "resume_job": "phalanx.run.train_job",
+    "RunResult": "phalanx.run.train_job",
 }
 
 __all__ = ["__version__", *_HOME]
@@ -67,6 +70,7 @@ if TYPE_CHECKING:
     from phalanx.plan.layout import Layout
     from phalanx.plan.plan import Plan
     from phalanx.plan.planner import make_plan
+    from phalanx.run.train_job import RunResult, resume_job, train_job
     from phalanx.train.state import TrainState
     from phalanx.train.trainer import Trainer
     from phalanx.verify.drive import verify_job

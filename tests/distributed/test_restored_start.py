@@ -23,9 +23,11 @@ from phalanx.observe.tail import EventTail
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.planner import make_plan
-from phalanx.run.prepare import prepared_run
-from phalanx.run.rank import RankRun, build_state, find_checkpoints, restore_newest, run_rank
+from phalanx.run.prepare import prepare_run
+from phalanx.run.rank import run_rank
+from phalanx.run.rank_run import RankRun
 from phalanx.run.trained.rank import _opened
+from phalanx.run.weights import build_state, find_checkpoints, restore_newest
 from ranks import run_ranks
 
 SMALL = ("model.num_layers=2", "model.dim=32", "model.num_heads=2", "model.vocab_size=64", "data.seq_len=16")
@@ -98,7 +100,7 @@ def start(folder: Path, run: str, attempt: int, *keys: str) -> tuple[int, list[t
     overrides = [*TINY, f"data.source={folder / 'text'}", "parallel.ranks=1", "cluster.device=cpu", *keys]
     job = load_job(None, [*overrides, "train.global_batch_size=2", "optim.schedule=constant"])
     made, refusal, run_dir = counted(), "", folder / run
-    with prepared_run(job, run_dir, resume=attempt > 0, num_ranks=None) as ready:
+    with prepare_run(job, run_dir, resume=attempt > 0, num_ranks=None) as ready:
         try:
             run_rank(RankRun(ready.job, ready.plan, run_dir, 0, attempt, time.monotonic()))
         except CheckpointError as error:

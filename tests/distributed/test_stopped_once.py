@@ -15,13 +15,13 @@ from commands import environment
 PREPARING = """
 import contextlib, os, signal, sys
 from pathlib import Path
-from phalanx.run.supervised import stopped_once
+from phalanx.run.stop_signals import stop_by_exception
 from phalanx.core.errors import PhalanxError
 from phalanx.launch.end_record import EndRecord
 from phalanx.launch.guard import fork_guarded
 
 code = 1
-with stopped_once():
+with stop_by_exception():
     end = fork_guarded(0, Path(sys.argv[1]))
     try:
         print(f"prepares {os.getpid()}", flush=True)

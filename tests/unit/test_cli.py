@@ -22,7 +22,8 @@ from phalanx.job.load import load_job
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import BaselineMeasured, EvalFinished, TextGenerated
 from phalanx.report.end_of_run import summary_lines
-from phalanx.run.prepare import announce, prepared_run
+from phalanx.run.announce import announcement
+from phalanx.run.prepare import prepare_run
 
 
 def test_arguments_are_a_file_and_overrides_in_any_order() -> None:
@@ -82,17 +83,17 @@ def test_a_refused_resume_leaves_the_facts_of_the_run(tmp_path: Path) -> None:
     text = write_text(tmp_path / "text")
     run_dir = tmp_path / "run"
     job = [*TINY, f"data.source={text}", "parallel.ranks=2"]
-    with prepared_run(load_job(None, job), run_dir, resume=False, num_ranks=None):
+    with prepare_run(load_job(None, job), run_dir, resume=False, num_ranks=None):
         pass
     before = {name: (run_dir / name).read_bytes() for name in ("job.json", "plan.json")}
-    with prepared_run(load_job(None, [*job, "model.dim=64"]), run_dir, resume=True, num_ranks=None):
+    with prepare_run(load_job(None, [*job, "model.dim=64"]), run_dir, resume=True, num_ranks=None):
         assert (run_dir / "job.json").read_bytes() != before["job.json"]  # and then the ranks refuse it
     assert {name: (run_dir / name).read_bytes() for name in before} == before
 
 
 def test_a_name_that_no_file_system_takes(tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match="File name too long"):
-        with prepared_run(load_job(None), tmp_path / ("x" * 300), resume=False, num_ranks=None):
+        with prepare_run(load_job(None), tmp_path / ("x" * 300), resume=False, num_ranks=None):
             pass
 
 
@@ -100,10 +101,10 @@ def test_the_loser_of_a_race_for_a_new_directory_leaves_the_winner_alone(tmp_pat
     """Both found no directory there; the second must not tidy up the first one's run."""
     run_dir = tmp_path / "run"
     job = load_job(None, [f"data.source={Path(__file__).parent}", "data.seq_len=32", "parallel.ranks=2"])
-    with prepared_run(job, run_dir, resume=False, num_ranks=None):
+    with prepare_run(job, run_dir, resume=False, num_ranks=None):
         kept = sorted(path.name for path in run_dir.iterdir())
         with pytest.raises(RunLockedError):
-            with prepared_run(job, run_dir, resume=False, num_ranks=None):
+            with prepare_run(job, run_dir, resume=False, num_ranks=None):
                 pass
         assert sorted(path.name for path in run_dir.iterdir()) == kept
     assert (run_dir / "job.json").exists()
@@ -114,7 +115,7 @@ def test_a_live_job_is_named_before_anything_slow(tmp_path: Path) -> None:
     job = load_job(None, ["model.kind=no_such_module:build"])
     with hold_run_lock(tmp_path):
         with pytest.raises(RunLockedError, match=f"process {os.getpid()} on"):
-            with prepared_run(job, tmp_path, resume=False, num_ranks=None):
+            with prepare_run(job, tmp_path, resume=False, num_ranks=None):
                 pass
 
 
@@ -123,7 +124,7 @@ def test_a_directory_that_was_there_stays(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     job = load_job(None, [f"data.source={tmp_path / 'nothing'}"])
     with pytest.raises(DataError):
-        with prepared_run(job, tmp_path, resume=False, num_ranks=None):
+        with prepare_run(job, tmp_path, resume=False, num_ranks=None):
             pass
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
@@ -222,32 +223,29 @@ def test_images_of_another_size_are_refused_before_the_start(tmp_path: Path, mon
         job = load_job(None, [*model, f"data.args={{ size = {size} }}", f"run.dir={tmp_path / 'run'}"])
         refused = pytest.raises(LayoutError, match=r"images are 3 x 64 x 64 .* and the model takes 3 x 32 x 32")
         with contextlib.nullcontext() if size == 32 else refused:
-            with prepared_run(job, tmp_path / "run", resume=False, num_ranks=1) as run:
+            with prepare_run(job, tmp_path / "run", resume=False, num_ranks=1) as run:
                 run.forget()
         assert not (tmp_path / "run").exists()
 
 
-def test_how_a_single_document_is_held_out_is_said_before_the_start(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_how_a_single_document_is_held_out_is_said_before_the_start(tmp_path: Path) -> None:
     source = write_text(tmp_path / "text") / "abc.py"
     job = load_job(None, [*TINY, f"data.source={source}", "parallel.ranks=1", f"run.dir={tmp_path / 'run'}"])
-    with prepared_run(job, tmp_path / "run", resume=False, num_ranks=None) as run:
-        announce(run)
-    said = capsys.readouterr().out
+    with prepare_run(job, tmp_path / "run", resume=False, num_ranks=None) as run:
+        said = "\n".join(announcement(run))
     assert re.search(r"in 1 documents, [0-9,]+ held out by position \(there is one document", said)
 
 
 def test_a_run_without_a_directory_gets_a_fresh_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the name of this second is taken: by another run, or before the clock was set back."""
     from phalanx.job.schema import Job
-    from phalanx.run import supervised
+    from phalanx.run import training
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(supervised.time, "strftime", lambda form: "20260101-000000")
+    monkeypatch.setattr(training.time, "strftime", lambda form: "20260101-000000")
     names = []
     for _ in range(3):
-        names.append(supervised._fresh_name(Job()))
+        names.append(training._fresh_run_dir(Job()))
         Path(names[-1]).mkdir(parents=True)
     first = "runs/train-20260101-000000"
     assert names == [first, f"{first}-2", f"{first}-3"]

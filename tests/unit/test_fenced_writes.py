@@ -17,8 +17,8 @@ from phalanx.job.load import load_job
 from phalanx.mesh.mesh import open_mesh
 from phalanx.observe.bus import Bus
 from phalanx.plan.layout import Layout
-from phalanx.run.prepare import _facts_written
-from phalanx.run.rank import find_checkpoints
+from phalanx.run.directory import write_run_facts
+from phalanx.run.weights import find_checkpoints
 from phalanx.train.best import Best
 from phalanx.train.evaluation import Judged
 
@@ -54,14 +54,14 @@ def test_the_facts_of_the_job_that_took_the_run_stay(tmp_path: Path) -> None:
         (tmp_path / LOCK_NAME).unlink()
         job.write_text('"theirs"')
 
-    with hold_run_lock(tmp_path) as lock, _facts_written(tmp_path, lock, {"job.json": "ours"}):
+    with hold_run_lock(tmp_path) as lock, write_run_facts(tmp_path, lock, {"job.json": "ours"}):
         pass  # no step was done: it was refused after all
     assert json.loads(job.read_text()) == "old"
-    with hold_run_lock(tmp_path) as lock, _facts_written(tmp_path, lock, {"job.json": "ours"}):
+    with hold_run_lock(tmp_path) as lock, write_run_facts(tmp_path, lock, {"job.json": "ours"}):
         take_over()
     assert json.loads(job.read_text()) == "theirs"
     with hold_run_lock(tmp_path) as lock:
         take_over()
-        with pytest.raises(RunLockedError), _facts_written(tmp_path, lock, {"job.json": "ours"}):
+        with pytest.raises(RunLockedError), write_run_facts(tmp_path, lock, {"job.json": "ours"}):
             pass
     assert json.loads(job.read_text()) == "theirs"

@@ -16,7 +16,7 @@ from commands import write_text
 from phalanx.cli import _app
 from phalanx.job.load import load_job
 from phalanx.run.plan_job import plan_as_it_trains
-from phalanx.run.prepare import prepared_run
+from phalanx.run.prepare import prepare_run
 
 SMALL = ("model.num_layers=1", "model.dim=32", "model.num_heads=2", "data.seq_len=32", "cluster.device=cpu")
 OWN = """
@@ -66,7 +66,7 @@ def test_a_plan_is_the_one_that_trains(
     monkeypatch.syspath_prepend(home)
     job = load_job(None, [*SMALL, *overrides])
     planned, lines = plan_as_it_trains(job)
-    with prepared_run(job, tmp_path / "run", resume=False, num_ranks=None) as run:
+    with prepare_run(job, tmp_path / "run", resume=False, num_ranks=None) as run:
         trained = run.plan
     assert planned.vocab_size == trained.vocab_size
     assert planned.num_params == trained.num_params

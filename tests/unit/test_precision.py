@@ -21,7 +21,7 @@ from phalanx.plan.describe import describe
 from phalanx.plan.nvidia import Gpu
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
-from phalanx.run.prepare import Prepared, prepared_run
+from phalanx.run.prepare import PreparedRun, prepare_run
 from phalanx.run.resume import resumed_job
 from phalanx.verify.cases import not_judged
 
@@ -128,18 +128,18 @@ class Machine:
     def has(self, found: tuple[Gpu, ...]) -> None:
         self._patch.setattr("phalanx.plan.cluster.visible_gpus", lambda: found)
 
-    def prepare(self, job: Job, *, resume: bool) -> Prepared:
-        with prepared_run(job, self.run, resume=resume, num_ranks=None) as prepared:
+    def prepare(self, job: Job, *, resume: bool) -> PreparedRun:
+        with prepare_run(job, self.run, resume=resume, num_ranks=None) as prepared:
             pass
         self._keep(prepared)
         return prepared
 
-    def _keep(self, prepared: Prepared) -> None:
+    def _keep(self, prepared: PreparedRun) -> None:
         """What does not train is as if it had never been; here it is as if it had."""
         write_json_atomic(self.run / "job.json", prepared.job.to_json())
         write_json_atomic(self.run / "plan.json", prepared.plan.to_json())
 
-    def resume(self, *overrides: str) -> Prepared:
+    def resume(self, *overrides: str) -> PreparedRun:
         return self.prepare(resumed_job(str(self.run), list(overrides)).job, resume=True)
 
 

@@ -54,8 +54,8 @@ def command(
             )
         job_file, overrides = split_arguments(arguments or [])
         if explain:
+            from phalanx.cli._explain import print_explained
             from phalanx.job.load import load_job
-            from phalanx.run.explain import print_explained
 
             print_explained(load_job(job_file, overrides), job_file, overrides, as_json=as_json)
             return 0

@@ -50,20 +50,30 @@ def command(
         if fallback:
             overrides = [*overrides, "checkpoint.fallback=true"]
         if explain:
-            from phalanx.run.supervised import explain_job
+            from phalanx.cli._explain import print_explained
+            from phalanx.run.resume import load_for_explaining
 
-            explain_job(job_file, overrides, resume, as_json=as_json)
+            job, source = load_for_explaining(job_file, overrides, resume)
+            print_explained(job, source, overrides, as_json=as_json)
             return 0
         from phalanx.run.in_use import refuse_run_in_use
 
         refuse_run_in_use(job_file, overrides, resume)
-        from phalanx.run.supervised import train
+        from phalanx.job.load import load_job
+        from phalanx.run.output import RunOutput
+        from phalanx.run.resume import resumed_job
+        from phalanx.run.stop_signals import stop_by_exception
+        from phalanx.run.training import TrainRequest, run_training
 
-        with words_on_stderr(as_json):
-            code, run_dir = train(job_file, overrides, resume)
-        if as_json and run_dir is not None:
+        with stop_by_exception(), words_on_stderr(as_json):
+            if resume is not None:
+                request = TrainRequest.of_resumed(resumed_job(resume, overrides))
+            else:
+                request = TrainRequest.of_job(load_job(job_file, overrides))
+            end = run_training(request, RunOutput(), guards_rank=True)
+        if as_json and end.rank == 0:
             from phalanx.report.reduce import reduce_run
             from phalanx.report.summary import run_json
 
-            print_json("run", run_json(reduce_run(run_dir)))
-        return code
+            print_json("run", run_json(reduce_run(end.run_dir)))
+        return end.exit_code

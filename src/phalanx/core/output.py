@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from typing import TextIO
@@ -20,9 +21,11 @@ def open_closed_streams() -> None:
 
 def silence(stream: TextIO) -> None:
     """Send what `stream` still holds, and whatever follows, nowhere: also at exit."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+    with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor, as a notebook has
+        fd = stream.fileno()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, fd)
+        os.close(nowhere)
 
 
 def say(*lines: str) -> None:

@@ -14,6 +14,7 @@ from phalanx.job.question import check, finding
 from phalanx.job.schema import Job
 
 MODELS, SINKS = "phalanx.nn.models", "phalanx.observe.sinks"
+IN_MAIN = "__main__:"
 OPTIMIZERS, HOOKS = "phalanx.optim.optimizers", "phalanx.parallel.hooks"
 
 
@@ -85,7 +86,33 @@ def compression_exists(job: Job) -> list[Finding]:
     return [finding("parallel.compress", what, did_you_mean(kind, known) or f"one of {', '.join(known)}")]
 
 
+@check(
+    "model.kind", "model.objective", "data.source", "data.mixture", "optim.kind", "observe.sinks", "resilience.inject"
+)
+def names_reach_ranks(job: Job) -> list[Finding]:
+    """Ranks are other processes: what a notebook's cell or the script itself defines cannot be imported there."""
+    names = {
+        "model.kind": job.model.kind,
+        "model.objective": job.model.objective,
+        "data.source": job.data.source,
+        "optim.kind": job.optim.kind,
+    }
+    names |= {f"data.mixture.{number}.source": part.source for number, part in enumerate(job.data.mixture)}
+    names |= {f"observe.sinks.{number}": sink for number, sink in enumerate(job.observe.sinks or ())}
+    names |= {f"resilience.inject.{number}": fault for number, fault in enumerate(job.resilience.inject)}
+    return [_refuse_main(key, name) for key, name in names.items() if name and name.startswith(IN_MAIN)]
+
+
+def _refuse_main(key: str, name: str) -> Finding:
+    attribute = name.removeprefix(IN_MAIN)
+    what = (
+        f"{name!r} is in a notebook's cell or the script itself, and ranks are other processes: they cannot import it"
+    )
+    return finding(key, what, f'put it into a file beside it, say my_code.py, and write {key}="my_code:{attribute}"')
+
+
 CHECKS = (
+    names_reach_ranks,
     model_exists,
     args_need_a_factory,
     objective_is_a_name,

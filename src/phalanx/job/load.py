@@ -59,6 +59,11 @@ def load_job_json(path: str | FilePath, overrides: Sequence[str] = (), *, withou
     return _build(source, overrides)
 
 
+def check_job(job: Job) -> Job:
+    """A job that was made in Python, checked as a loaded one is. Raises JobError with all problems."""
+    return _build(Source("the job", job.to_json()), ())
+
+
 @dataclass(frozen=True)
 class Origin:
     """Where a value comes from. `kind`: "default", "file" (`where` is "job.toml:12:1"), "run" (a run's own job.json) or

@@ -51,13 +51,21 @@ class Console(Protocol):
 
 
 def open_console(
-    stream: TextIO, *, total_steps: int, log_every: int, units: Units = TEXT, is_terminal: bool | None = None
+    stream: TextIO | None,
+    *,
+    total_steps: int,
+    log_every: int,
+    units: Units = TEXT,
+    is_terminal: bool | None = None,
 ) -> Console:
-    """A live bar if `stream` is a terminal, else one line each `log_every` steps. rich is imported only for the bar."""
+    """A live bar if `stream` is a terminal, else one line each `log_every` steps; None shows nothing.
+
+    rich is imported only for the bar.
+    """
     if is_terminal is None:
-        is_terminal = stream.isatty()
+        is_terminal = stream is not None and stream.isatty()
     quiet = QuietStream(stream)
-    if not is_terminal:
+    if stream is None or not is_terminal:
         return PlainConsole(quiet, Pace(total_steps, units), log_every)
     # The bar's own movements of the cursor must reach the terminal; the screen filters the texts that it draws.
     screen = open_screen(cast(TextIO, QuietStream(unfiltered(stream))), soft_wrap=True)
@@ -69,8 +77,8 @@ def open_console(
 class QuietStream:
     """A stream that swallows what is written once it broke: rich would end the process on a closed pipe."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream: TextIO | None = stream
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
         self.encoding = getattr(stream, "encoding", None) or "utf-8"
 
     def write(self, text: str) -> int:

@@ -1,135 +1,109 @@
-"""Train as one rank of somebody else's launcher (torchrun, srun, ...): the ranks exist, nothing is forked.
+"""A run whose ranks another launcher started (torchrun, srun, ...): they exist, nothing is forked.
 
 Rank 0 prepares the run directory and tells the others what it decided, or why it could not, through the ranks' store.
+This module is torch-free: a guard may be forked after it is imported. torch comes with the store.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
-import json
 import signal
 import sys
+import threading
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any
 
 from phalanx.checkpoint.fence import Fence
 from phalanx.core.clocks import process_began_s
-from phalanx.core.errors import EnvironmentProblem, ExitCode, PhalanxError
-from phalanx.core.phases import read_black_box
+from phalanx.core.errors import ExitCode, PhalanxError
 from phalanx.job.schema import Job
 from phalanx.launch.external import ExternalRanks
-from phalanx.launch.paths import black_box, next_attempt
+from phalanx.launch.paths import next_attempt
 from phalanx.launch.rank_env import RankEnv
-from phalanx.launch.reports import describe
 from phalanx.launch.supervisor import Outcome
-from phalanx.launch.verdict import place_in_words
-from phalanx.mesh.rendezvous import RENDEZVOUS_S, open_store
-from phalanx.observe.bus import Bus
 from phalanx.observe.events import RESUMED, Note
 from phalanx.plan.plan import Plan
 from phalanx.plan.precision import with_precision
-from phalanx.run.prepare import Prepared, announce, finish_run, prepared_run, score_baselines
-from phalanx.run.rank import RankRun, run_rank
+from phalanx.run.announce import announcement
+from phalanx.run.conclude import RunEnd, finish_run, score_baselines
+from phalanx.run.decision import Decision
+from phalanx.run.directory import JOB_FILE
+from phalanx.run.finished import end_without_training, is_finished
+from phalanx.run.output import RunOutput
+from phalanx.run.prepare import PreparedRun, prepare_run
+from phalanx.run.rank_run import RankRun
 from phalanx.run.resume import Resumed
-from phalanx.run.supervised import console_of, is_finished, require_ours
+from phalanx.run.supervised import open_supervisor_bus, require_ours
 
-PREPARE_TIMEOUT_S = 600.0
-READ_TIMEOUT_S = 20.0
+if TYPE_CHECKING:
+    from phalanx.run.launched_rank import DecisionStore
+
 STATUS = {ExitCode.OK: "finished", ExitCode.PREEMPTED: "preempted", ExitCode.INTERRUPTED: "interrupted"}
 
 
-def train_as_rank(job: Job, run_dir: Path, launched: ExternalRanks, resumed: Resumed | None) -> int:
-    """Returns this rank's exit code. Rank 0 speaks for all.
+class RankZeroError(PhalanxError):
+    """Rank 0 could not prepare the run, and has said why. It has rank 0's exit code."""
+
+    def __init__(self, message: str, exit_code: ExitCode) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def train_as_rank(
+    job: Job, run_dir: Path, launched: ExternalRanks, resumed: Resumed | None, output: RunOutput
+) -> RunEnd:
+    """Train as one rank of another launcher. Rank 0 speaks for all.
 
     A launcher that starts failed ranks again (torchrun --max-restarts) continues the run in `run.dir`.
     """
+    from phalanx.run.launched_rank import DecisionStore
+
     began_s, ranks = process_began_s(), launched.mine  # each of them imports torch by itself
-    store = open_store(rendezvous_s=job.resilience.rendezvous_s or RENDEZVOUS_S) if ranks.world_size > 1 else None
+    store = DecisionStore(job, ranks)
     if ranks.rank != 0:
         return _follow(job, ranks, store, began_s)
-    resume = resumed is not None or (ranks.attempt > 0 and (run_dir / "job.json").exists())
-    decision = _Decision(store, ranks.world_size)
+    is_restart = ranks.attempt > 0 and (run_dir / JOB_FILE).exists()
+    resume = resumed is not None or is_restart
     try:
-        with prepared_run(job, run_dir, resume=resume, num_ranks=ranks.world_size) as prepared:
-            announce(prepared, ranks=launched.words, resumed=resumed)
-            if resume and is_finished(run_dir, job):
-                print(f"run     {run_dir}: step {job.train.steps} is done and saved; nothing to do")
-                decision.tell({"error": "finished", "exit_code": int(ExitCode.OK)})
-                return ExitCode.OK
+        with prepare_run(job, run_dir, resume=resume, num_ranks=ranks.world_size, say=output.say) as prepared:
+            output.say(*announcement(prepared, ranks=launched.words, resumed=resumed))
+            plan = prepared.plan.to_json()
+            if resume and is_finished(prepared):
+                store.tell(Decision(str(run_dir), plan, exit_code=int(ExitCode.OK)))
+                return end_without_training(prepared, output)
             attempt, epoch = next_attempt(run_dir), prepared.lock.take_epoch().number
-            told = {"run_dir": str(run_dir), "plan": prepared.plan.to_json(), "attempt": attempt, "epoch": epoch}
-            decision.tell(told)
+            store.tell(Decision(str(run_dir), plan, attempt, epoch))
             holder = asdict(prepared.lock.holder)
             run = RankRun(prepared.job, prepared.plan, run_dir, 0, attempt, began_s, epoch, holder)
-            return _lead(prepared, run, store, resumed)
+            return _lead(prepared, run, store, resumed, output)
     except PhalanxError as error:
-        decision.tell({"error": str(error), "exit_code": int(error.exit_code)})
+        store.tell(Decision(str(run_dir), exit_code=int(error.exit_code), error=str(error)))
         raise
     except BaseException as error:
-        decision.tell({"error": repr(error), "exit_code": int(ExitCode.INTERNAL)})
+        store.tell(Decision(str(run_dir), exit_code=int(ExitCode.INTERNAL), error=repr(error)))
         raise
 
 
-class _Decision:
-    """What rank 0 decided, told once."""
-
-    def __init__(self, store: Any, world_size: int) -> None:
-        self._store, self._world_size = store, world_size
-        self._told = store is None
-
-    def tell(self, decision: dict[str, Any]) -> None:
-        """Where ranks end here, wait until each has read why: rank 0 may hold the store they read from."""
-        if self._told:
-            return
-        self._told = True
-        self._store.set("decision", json.dumps(decision))
-        if "error" in decision:
-            keys = [f"read/{rank}" for rank in range(1, self._world_size)]
-            with contextlib.suppress(dist.DistError):
-                self._store.wait(keys, datetime.timedelta(seconds=READ_TIMEOUT_S))
-
-
-def _run_rank(run: RankRun, **more: Any) -> ExitCode:
-    """`run_rank`, except that user code which calls sys.exit, or raises KeyboardInterrupt, has failed: no stop of ours
-    comes as an exception while a rank runs, and neither code would tell the launcher that the run is not done.
-    """
-    try:
-        return ExitCode(run_rank(run, **more))
-    except (SystemExit, KeyboardInterrupt) as error:
-        if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a stop
-            raise
-        report = describe(error, run.run_dir)
-        where = place_in_words(read_black_box(black_box(run.run_dir, run.rank)))
-        print(f"phalanx: rank {run.rank} failed {where}:\n{report.traceback.rstrip()}", file=sys.stderr)
-        return ExitCode(report.exit_code)
-
-
-def _lead(prepared: Prepared, run: RankRun, store: Any, resumed: Resumed | None) -> int:
+def _lead(
+    prepared: PreparedRun, run: RankRun, store: DecisionStore, resumed: Resumed | None, output: RunOutput
+) -> RunEnd:
     """Train as rank 0, then say what came out, also when it failed."""
-    console = console_of(run.job)
+    console = output.open_console(run.job)
     fence = Fence.of_rank(run.run_dir, run.epoch, run.holder)
-    bus = Bus(
-        rank=-1,
-        attempt=run.attempt,
-        run_dir=run.run_dir,
-        on_unwritten=console.write,
-        may_write=lambda: not fence.is_lost(),
-    )
-    with contextlib.ExitStack() as opened:
-        opened.callback(bus.close)
+    bus = open_supervisor_bus(run.run_dir, run.attempt, console.write, fence)
+    with contextlib.ExitStack() as stack:
+        stack.callback(bus.close)
         if resumed is not None:
             bus.emit(Note(RESUMED, resumed.facts()))
         code = ExitCode.INTERNAL
-        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        end: RunEnd | None = None
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
-            code = _run_rank(run, sinks=[("console", lambda: console)], store=store)
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            code = store.run_rank(run, sinks=[("console", lambda: console)])
+            _set_handlers(handlers)  # the rank's own would only take note of a stop
             require_ours(fence)
             if code == ExitCode.OK:
                 score_baselines(prepared, bus)
@@ -142,26 +116,34 @@ def _lead(prepared: Prepared, run: RankRun, store: Any, resumed: Resumed | None)
         finally:
             if not fence.is_lost(now=True):
                 outcome = Outcome(code, STATUS.get(code, "failed"), "", 1)
-                finish_run(prepared, outcome, bus, opened, elapsed_s=time.monotonic() - run.started_s)
-    return code
+                elapsed_s = time.monotonic() - run.started_s
+                end = finish_run(prepared, outcome, bus, stack, output, elapsed_s=elapsed_s)
+    if end is None:
+        raise fence.error()
+    return end
 
 
-def _follow(job: Job, ranks: RankEnv, store: Any, began_s: float) -> int:
-    store.set_timeout(datetime.timedelta(seconds=PREPARE_TIMEOUT_S))
-    try:
-        decision = json.loads(store.get("decision"))
-        store.set(f"read/{ranks.rank}", "1")
-    except dist.DistError as error:
-        reason = str(error).splitlines()[0]
-        raise EnvironmentProblem("rank 0 is gone, or prepares for too long", why=reason) from None
-    if "error" in decision:  # rank 0 has said it
-        return int(decision["exit_code"])
-    plan, run_dir = Plan.from_json(decision["plan"]), Path(decision["run_dir"])
+def _set_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _follow(job: Job, ranks: RankEnv, store: DecisionStore, began_s: float) -> RunEnd:
+    """Train as a rank other than 0. What it must not say itself is in the result: rank 0 says it."""
+    decision = store.read()
+    run_dir = Path(decision.run_dir)
+    plan = None if decision.plan is None else Plan.from_json(decision.plan)
+    if decision.exit_code is not None or plan is None:
+        code = ExitCode(decision.exit_code or ExitCode.OK)
+        refusal = RankZeroError(decision.error, code) if decision.error else None
+        return RunEnd(run_dir, STATUS.get(code, "failed"), int(code), decision.error, plan, refusal, ranks.rank)
     job = with_precision(job, plan.precision)  # what it leaves open, rank 0 has decided for all
-    attempt, epoch = int(decision["attempt"]), int(decision["epoch"])
+    run = RankRun(job, plan, run_dir, ranks.rank, decision.attempt, began_s, decision.epoch)
     try:
-        return _run_rank(RankRun(job, plan, run_dir, ranks.rank, attempt, began_s, epoch), store=store)
+        code = store.run_rank(run)
     except PhalanxError as error:
         if ranks.local_rank == 0:  # another node: rank 0's words are not on this terminal
             print(f"phalanx: rank {ranks.rank}: {error}", file=sys.stderr)
-        return error.exit_code
+        return RunEnd(run_dir, "failed", int(error.exit_code), str(error), plan, error, ranks.rank)
+    return RunEnd(run_dir, STATUS.get(code, "failed"), int(code), "", plan, rank=ranks.rank)

@@ -13,7 +13,7 @@ from phalanx.core.errors import JobError, LayoutError, Problem, UsageError
 from phalanx.core.files import read_json
 from phalanx.core.units import plural
 from phalanx.job.explain import given
-from phalanx.job.load import load_job_json
+from phalanx.job.load import load_job, load_job_json
 from phalanx.job.rate import reference_on_resume
 from phalanx.job.schema import Job, Parallel
 from phalanx.optim.schedule import learning_rate
@@ -104,6 +104,13 @@ def resumed_job(resume: str, overrides: Sequence[str]) -> Resumed:
     before, after = _flat(was.to_json()), _flat(job.to_json())
     changes = tuple(_change(key, before.get(key), after.get(key), was, job, step) for key in different)
     return Resumed(run_dir, job, step, changes, _rate_in_words(was, job, step))
+
+
+def load_for_explaining(job_file: str | None, overrides: Sequence[str], resume: str | None) -> tuple[Job, str | None]:
+    """The job of a command line, and the file that it begins with: a job file, or that of the run `resume`."""
+    if resume is None:
+        return load_job(job_file, overrides), job_file
+    return resumed_job(resume, overrides).job, str(Path(resume) / "job.json")
 
 
 def _flat(job: Mapping[str, Any]) -> dict[str, Any]:

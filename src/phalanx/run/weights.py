@@ -1,24 +1,129 @@
-"""A rank's part of `model.init_from`: read its own ranges of the weights, verified, at whatever layout."""
+"""The weights that a rank's run starts from: of its newest checkpoint, of `model.init_from`, or drawn."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from phalanx.checkpoint.agree import agreed
+from phalanx.checkpoint.fence import Fence
+from phalanx.checkpoint.fit import MisfitError
+from phalanx.checkpoint.folder import Folder, place_in_run
 from phalanx.checkpoint.load import load
-from phalanx.checkpoint.stores import find_checkpoint
-from phalanx.job.schema import Model
+from phalanx.checkpoint.owner import refusal_of
+from phalanx.checkpoint.stores import Store, find_checkpoint
+from phalanx.core.errors import CheckpointError, RunLockedError
+from phalanx.core.phases import Phases
+from phalanx.job.rate import resolved_optim
+from phalanx.job.schema import Job, Model
 from phalanx.mesh.mesh import Mesh
+from phalanx.nn.build import build_model
 from phalanx.observe.bus import Bus
-from phalanx.observe.events import WeightsTaken
+from phalanx.observe.events import CheckpointUnusable, WeightsTaken
+from phalanx.optim.build import build_optimizer
+from phalanx.parallel.parallelize import parallelize
+from phalanx.plan.plan import Plan
 from phalanx.run.initial import read_initial
 from phalanx.train.state import TrainState
 
 
+def open_state(
+    job: Job,
+    plan: Plan,
+    mesh: Mesh,
+    phases: Phases,
+    bus: Bus,
+    *,
+    store: Store,
+    run_dir: Path,
+    fence: Fence,
+    tokenizer: str,
+) -> tuple[TrainState, Folder | None]:
+    """The state that training continues from, and the checkpoint that it was restored from, if there was one.
+
+    Collective. A run without checkpoints starts from the weights of model.init_from, else from random ones.
+    """
+    names = find_checkpoints(store, mesh, run_dir=run_dir, fence=fence)
+    initial = None if names else find_initial_weights(mesh, run_dir)
+    is_replaced = bool(names) or initial is not None
+    state = build_state(job, plan, mesh, phases, tokenizer=tokenizer, draws=not is_replaced)
+    if names:
+        fallback = job.checkpoint.fallback
+        return state, restore_newest(store, names, state, bus, run_dir=run_dir, fallback=fallback)
+    if initial is not None:
+        take_initial_weights(initial, job.model, state, bus)
+    return state, None
+
+
+def build_state(
+    job: Job, plan: Plan, mesh: Mesh, phases: Phases, *, tokenizer: str = "", draws: bool = True
+) -> TrainState:
+    """The model of the job, made parallel by the plan, with its optimizer: step 0.
+
+    Without `draws` a built-in model has zeros for weights, and all of its state must be restored.
+    """
+    module = build_model(job, plan.model_shape)
+    # The initialisation of a user's own model may make more than a checkpoint holds.
+    initialize = draws or job.model.is_foreign
+    model = parallelize(module, plan, mesh, phases=phases, seed=job.run.seed, initialize=initialize)
+    return TrainState(model, build_optimizer(model, resolved_optim(job)), job.run.seed, tokenizer)
+
+
+def find_checkpoints(store: Store, mesh: Mesh, *, run_dir: Path, fence: Fence | None = None) -> list[str]:
+    """Names of the run's checkpoints, the newest first.
+
+    Collective. The list is rank 0's, because a shared file system may show each rank another one. Raises RunLockedError
+    if the store is another run's, and RunTakenError if another job has the run: what that one is writing must not be
+    cleaned up.
+    """
+    names: list[str] = []
+    refusal: RunLockedError | None = None
+    with agreed(mesh, store.url, "looking for checkpoints") as outcome:
+        if mesh.rank == 0 and fence is not None and fence.is_lost(now=True):
+            raise fence.error()
+        if mesh.rank == 0:
+            refusal = refusal_of(store, run_dir)  # of two runs that claimed it at once, the later one has it
+        if mesh.rank == 0 and refusal is None:
+            store.clean_up()
+            names = [folder.name for folder in reversed(store.folders())]
+        outcome["mine"] = [names, refusal and [refusal.what, refusal.where, refusal.fix]]
+    names, refusal_parts = outcome["all"][0]
+    if refusal_parts is not None:
+        raise RunLockedError(refusal_parts[0], where=refusal_parts[1], fix=refusal_parts[2])
+    return names
+
+
+def restore_newest(
+    store: Store, names: Sequence[str], state: TrainState, bus: Bus, *, run_dir: Path, fallback: bool
+) -> Folder:
+    """Continue from the first of the checkpoints `names`, or with `fallback` from the first that can be read.
+
+    Collective. Raises the first one's CheckpointError where none can be read: the state is then that of no step.
+    """
+    assert names, "weights that are not drawn must be restored"
+    mesh = state.model.mesh
+    first_error: CheckpointError | None = None
+    for name in names:
+        folder = store.folder(name)
+        try:
+            state.restore(folder, phases=state.model.phases)
+            return folder
+        except CheckpointError as error:  # on every rank, and nothing has changed
+            first_error = first_error or error
+            if not fallback:
+                if len(names) > 1 and not isinstance(error, MisfitError):
+                    error.fix = error.fix or "add --fallback to continue from the newest one before it that can be used"
+                break
+            if mesh.rank == 0:
+                place = place_in_run(folder, run_dir)
+                bus.emit(CheckpointUnusable(folder.step, place, error.why or str(error)))
+    assert first_error is not None
+    raise first_error
+
+
 def find_initial_weights(mesh: Mesh, run_dir: Path) -> dict[str, Any] | None:
-    """What was decided of the weights that the run in `run_dir` starts from; None where it starts from random ones.
+    """The decision about the weights that the run in `run_dir` starts from; None for random ones.
 
     Collective. It is rank 0's to read: a shared file system may show each rank another one.
     """
@@ -31,15 +136,16 @@ def find_initial_weights(mesh: Mesh, run_dir: Path) -> dict[str, Any] | None:
 def take_initial_weights(initial: Mapping[str, Any], model: Model, state: TrainState, bus: Bus) -> None:
     """Fill the model of a run at step 0 with the weights that `find_initial_weights` found.
 
-    Collective. Raises CheckpointError unless every tensor of the model is among them.
+    Collective. Each rank reads its own ranges, at whatever layout, and verifies them. Raises CheckpointError unless
+    every tensor of the model is among them.
     """
     mesh = state.model.mesh
     folder, shards = find_checkpoint(initial["checkpoint"]), state.model.shards()
     manifest = load(folder, shards, group=mesh, phases=state.model.phases, cast=model.init_cast, weights_only=True)
     state.model.refresh()
-    cast = [name for name, shard in shards.items() if manifest.tensors[name].dtype != shard.dtype]
+    cast_names = [name for name, shard in shards.items() if manifest.tensors[name].dtype != shard.dtype]
     if mesh.layout.pp > 1:  # each stage knows of its own tensors
-        cast = [name for names in mesh.gather_json(cast) for name in names]
+        cast_names = [name for names in mesh.gather_json(cast_names) for name in names]
     if mesh.rank == 0:
-        num_cast, came_from = len(set(cast)), initial.get("imported_from", "")
-        bus.emit(WeightsTaken(folder.url, manifest.step, len(manifest.tensors), came_from, num_cast))
+        num_cast, imported_from = len(set(cast_names)), initial.get("imported_from", "")
+        bus.emit(WeightsTaken(folder.url, manifest.step, len(manifest.tensors), imported_from, num_cast))

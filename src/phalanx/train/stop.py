@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from dataclasses import dataclass
 
 
@@ -14,7 +15,12 @@ class StopFlags:
     sigint: bool = False
 
     def listen(self) -> None:
-        """From now on SIGTERM and SIGINT ask for a stop at a step boundary."""
+        """From now on SIGTERM and SIGINT ask for a stop at a step boundary.
+
+        Outside the main thread, where Python allows no handlers, this rank stops only as others ask for it.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "sigterm", True))
         signal.signal(signal.SIGINT, lambda *_: setattr(self, "sigint", True))
 

@@ -1,0 +1,64 @@
+"""The table of `--explain`: every value of a job, where it comes from and why."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from phalanx.core.terminal import print_document, print_painted
+from phalanx.job.explain import printable
+from phalanx.job.schema import Job
+from phalanx.job.toml import toml_value
+from phalanx.run.explain import Explained, explain, explain_json
+
+MAX_VALUE = 44  # characters; --json has all of them
+_COLOURS = {"file": "32", "run": "32", "override": "33", "derived": "36", "preset": "36", "default": "2"}
+
+
+def explain_lines(explained: Sequence[Explained], *, colour: bool) -> list[str]:
+    """An aligned table, section by section."""
+    rows = [(one, one.key.partition(".")[2], _shown(one.value), one.where or one.origin) for one in explained]
+    name_width, value_width, origin_width = (
+        max(len(text) for text in column) for column in zip(*[row[1:] for row in rows], strict=True)
+    )
+    lines: list[str] = []
+    section = ""
+    for one, name, value, origin in rows:
+        if one.key.partition(".")[0] != section:
+            section = one.key.partition(".")[0]
+            lines += [""] * bool(lines) + [_painted(f"[{section}]", "1", colour)]
+        padded = f"{value:<{value_width}}  {origin:<{origin_width}}"
+        why = f"  {printable(one.why, 120)}" if one.why else ""
+        painted = _painted(padded.rstrip() if not why else padded, _COLOURS[one.origin], colour)
+        lines.append(f"{name:<{name_width}}  {painted}{why}")
+    return lines
+
+
+def _shown(value: Any) -> str:
+    text = "none" if value is None else toml_value(value)
+    return printable(text, MAX_VALUE)
+
+
+def _painted(text: str, code: str, colour: bool) -> str:
+    return f"\033[{code}m{text}\033[0m" if colour else text
+
+
+def wants_colour() -> bool:
+    """Only a terminal that can, unless NO_COLOR is set."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "") not in ("", "dumb")
+
+
+def print_explained(job: Job, job_file: str | Path | None, overrides: Sequence[str], *, as_json: bool) -> None:
+    explained, plan = explain(job, job_file, overrides)
+    if as_json:
+        import json
+
+        print_document(json.dumps(explain_json(explained, plan, job_file), indent=1))
+    else:
+        colour = wants_colour()
+        print_painted("\n".join(explain_lines(explained, colour=colour)))
+        for warning in plan.warnings:
+            print_painted(_painted(f"\nwarn    {warning.text}", "33", colour))

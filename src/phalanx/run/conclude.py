@@ -1,0 +1,123 @@
+"""The end of a run: what is recorded, the page, and the lines that say what came out."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.checkpoint.folder import Folder
+from phalanx.checkpoint.stores import newest_step, open_store
+from phalanx.core.errors import CheckpointError, ExitCode, PhalanxError, ResourceError
+from phalanx.core.files import resource_error
+from phalanx.launch.supervisor import Outcome
+from phalanx.observe.bus import Bus
+from phalanx.observe.events import RunFinished
+from phalanx.plan.plan import Plan
+from phalanx.report.end_of_run import restart_lines, summary_lines
+from phalanx.report.page import write_report
+from phalanx.run.baselines import score
+from phalanx.run.next_command import after_training, this_command
+from phalanx.run.output import RunOutput
+from phalanx.run.prepare import PreparedRun
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """How a run ended. `status` is "finished" | "preempted" | "interrupted" | "failed"; `message` is for a person."""
+
+    run_dir: Path
+    status: str
+    exit_code: int
+    message: str
+    plan: Plan | None
+    """None in a rank that was never told: rank 0 of its launcher could not prepare the run."""
+    refusal: PhalanxError | None = None
+    """The error of this rank, or of rank 0, where it was said already: a command says it once for all ranks."""
+    rank: int = 0
+    """The rank of another launcher that this process was; 0 where it started the ranks itself."""
+
+
+def score_baselines(run: PreparedRun, bus: Bus) -> None:
+    """Fit n-gram models on the same training split and score them on the same held-out tokens."""
+    if run.job.eval.tokens and run.corpus.splits["held_out"].num_tokens > 1:
+        for event in score(run.corpus, run.job.eval.tokens):
+            bus.emit(event)
+
+
+def finish_run(
+    run: PreparedRun,
+    outcome: Outcome,
+    bus: Bus,
+    stack: contextlib.ExitStack,
+    output: RunOutput,
+    *,
+    elapsed_s: float,
+    refusal: PhalanxError | None = None,
+) -> RunEnd:
+    """Record how the run ended, close what `stack` holds (the bus, the console), say what came out.
+
+    Raises `refusal`, which makes the run as if it had never been; and ResourceError where a run is finished and its
+    record does not say so: whoever starts it again then repeats what comes after the last step.
+    """
+    newest = newest_step(open_store(run.run_dir, run.job.checkpoint.url))
+    bus.emit(RunFinished(outcome.status, outcome.exit_code, newest, elapsed_s))
+    bus_refusal = bus.refusal
+    stack.close()
+    if refusal is not None:
+        run.forget()
+        raise refusal
+    _say_conclusion(run, outcome, output)
+    if outcome.exit_code == ExitCode.OK and bus_refusal is not None:
+        doing = "recording that the run is finished (its last step is saved)"
+        raise resource_error(bus_refusal, doing, run.run_dir / "events")
+    return RunEnd(run.run_dir, outcome.status, outcome.exit_code, outcome.message, run.plan)
+
+
+def _say_conclusion(run: PreparedRun, outcome: Outcome, output: RunOutput) -> None:
+    """Write the page and say what came out and where it is."""
+    page_line = _write_page(run.run_dir)
+    is_finished = outcome.status == "finished"
+    if is_finished:
+        output.say(*summary_lines(run.run_dir))
+    elif outcome.message:
+        output.warn(outcome.message)
+    output.say(*restart_lines(run.run_dir, outcome.attempts - 1))
+    folders = _list_checkpoints(run)
+    if folders and not is_finished:
+        output.say(*_resume_lines(run, outcome, folders[-1]))
+    output.say(page_line)
+    if folders and is_finished:
+        output.say(after_training(run.job, run.plan, run.corpus, run.run_dir))
+    output.say(f"run     {run.run_dir}")
+
+
+def _resume_lines(run: PreparedRun, outcome: Outcome, newest: Folder) -> list[str]:
+    """The command that continues a run which did not finish; none if it would fail in the same way."""
+    command = f"resume  {this_command()} train --resume {shlex.quote(str(run.run_dir))}"
+    if outcome.exit_code != ExitCode.CHECKPOINT:
+        return [f"{command}   (newest checkpoint: {newest.name})"]
+    if run.job.checkpoint.fallback:
+        return []
+    return [f"{command} --fallback   (the newest checkpoint that verifies)"]
+
+
+def _write_page(run_dir: Path) -> str:
+    """Write the page and return the line that says where it is.
+
+    A disk that refuses it must not hide how the run ended.
+    """
+    try:
+        write_report(run_dir)
+    except ResourceError as error:
+        return f"report  is not written: {error.what} ({error.why}); phalanx report {run_dir} writes it once it can be"
+    return f"report  {run_dir / 'report.html'}"
+
+
+def _list_checkpoints(run: PreparedRun) -> list[Folder]:
+    """The run's checkpoints; none where the store does not answer, which whoever resumes will hear of."""
+    try:
+        return open_store(run.run_dir, run.job.checkpoint.url).folders()
+    except (OSError, CheckpointError):
+        return []

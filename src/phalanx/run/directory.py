@@ -1,0 +1,111 @@
+"""The run directory: created, locked and described before ranks start; what cannot start leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from phalanx.checkpoint.locks import LOCK_NAME, Lock, hold_run_lock
+from phalanx.core.errors import ResourceError, UsageError
+from phalanx.core.files import (
+    open_run_directory,
+    read_regular,
+    resource_error,
+    write_bytes_atomic,
+    write_json_atomic,
+)
+from phalanx.launch.paths import next_attempt
+from phalanx.observe.events import RunStarted
+from phalanx.observe.tail import EventTail
+
+JOB_FILE, PLAN_FILE = "job.json", "plan.json"
+
+
+def refuse_existing_run(run_dir: Path, *, resume: bool) -> None:
+    """Raise at once, before anything slow, for a run directory that cannot be used.
+
+    Raises RunLockedError (exit 9) if a live job holds it, UsageError if a run is there and is not to be resumed, and
+    ResourceError for a name that no file system takes.
+    """
+    try:
+        is_locked, is_run = (run_dir / LOCK_NAME).exists(), (run_dir / JOB_FILE).exists()
+    except OSError as error:
+        raise resource_error(error, "opening the run directory", run_dir) from None
+    if is_locked:
+        with contextlib.suppress(ResourceError), hold_run_lock(run_dir):
+            pass
+    if not resume and is_run:
+        raise UsageError("a run is there already", where=str(run_dir), fix=f"use --resume {run_dir} or another run.dir")
+
+
+class RunDirectory:
+    """A run directory that this process holds. Its new folders are removed at the end unless `keep` was called."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir
+        self._new_folders = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
+        self._is_kept = False
+
+    def keep(self) -> None:
+        """From here on it is the directory of a run."""
+        self._is_kept = True
+
+    def forget(self) -> None:
+        """A directory that was there before stays, but is no run any more; a new one goes at the end."""
+        self._is_kept = False
+        for name in (JOB_FILE, PLAN_FILE):
+            (self.path / name).unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[Lock]:
+        """Create and lock the directory; remove at the end what is new of it and was not kept.
+
+        Only the holder of the lock removes files: of two jobs that race for a new directory, the loser leaves it alone.
+        """
+        try:
+            open_run_directory(self.path)
+            with hold_run_lock(self.path) as lock:
+                try:
+                    yield lock
+                finally:
+                    if self.path in self._folders_to_remove() and lock.is_ours():
+                        shutil.rmtree(self.path, ignore_errors=True)
+        finally:
+            for folder in self._folders_to_remove():
+                with contextlib.suppress(OSError):  # another job's by now
+                    folder.rmdir()
+
+    def _folders_to_remove(self) -> list[Path]:
+        return [] if self._is_kept else self._new_folders
+
+
+@contextlib.contextmanager
+def write_run_facts(run_dir: Path, lock: Lock, facts: Mapping[str, object]) -> Iterator[None]:
+    """Write the JSON files `facts` (values by file name) of a run, for as long as the body goes on.
+
+    The files of an old run return if the body starts no training: it was refused after all. Not a byte is written once
+    another job has taken the run: this one may have stood still for hours before.
+    """
+    lock.require_ours()
+    paths = [run_dir / name for name in facts]
+    old_bytes = {path: read_regular(path) for path in paths if path.exists()}
+    attempt = next_attempt(run_dir)
+    try:
+        for path, value in zip(paths, facts.values(), strict=True):
+            write_json_atomic(path, value)
+    except OSError as error:
+        raise resource_error(error, "writing the run's facts", run_dir) from None
+    try:
+        yield
+    finally:
+        if old_bytes and lock.is_ours() and not _has_started(run_dir, attempt):
+            with contextlib.suppress(OSError):
+                for path, data in old_bytes.items():
+                    write_bytes_atomic(path, data)
+
+
+def _has_started(run_dir: Path, attempt: int) -> bool:
+    """True if ranks have begun to train in `attempt` or later."""
+    return any(isinstance(envelope.event, RunStarted) for envelope in EventTail(run_dir, attempt).poll())

@@ -1,0 +1,45 @@
+"""Whether a run has anything left to do."""
+
+from __future__ import annotations
+
+from phalanx.checkpoint.stores import newest_step, open_store
+from phalanx.checkpoint.verify import verify_checkpoint
+from phalanx.core.errors import ExitCode, UsageError
+from phalanx.observe.events import RunFinished
+from phalanx.observe.tail import EventTail
+from phalanx.run.conclude import RunEnd
+from phalanx.run.output import RunOutput
+from phalanx.run.prepare import PreparedRun
+
+
+def is_finished(run: PreparedRun) -> bool:
+    """True if the last step is saved and what comes after it (evaluation, sample) is on record.
+
+    With checkpoint.fallback the user doubts what is saved: then it must verify, too.
+    """
+    num_steps = run.job.train.steps
+    events = (envelope.event for envelope in EventTail(run.run_dir).poll())
+    is_recorded = any(
+        isinstance(event, RunFinished) and event.status == "finished" and event.step >= num_steps for event in events
+    )
+    store = open_store(run.run_dir, run.job.checkpoint.url)
+    if not is_recorded or newest_step(store) < num_steps:
+        return False
+    return not run.job.checkpoint.fallback or not verify_checkpoint(store.folders()[-1])
+
+
+def end_without_training(run: PreparedRun, output: RunOutput) -> RunEnd:
+    """The end of a run that was finished before: it says so, and nothing is trained."""
+    output.say(f"run     {run.run_dir}: step {run.job.train.steps} is done and saved; nothing to do")
+    return RunEnd(run.run_dir, "finished", int(ExitCode.OK), "", run.plan)
+
+
+def require_steps_left(run: PreparedRun) -> None:
+    """Raise UsageError if a step after the job's last one is saved."""
+    newest = newest_step(open_store(run.run_dir, run.job.checkpoint.url))
+    if newest > run.job.train.steps:
+        raise UsageError(
+            f"train.steps is {run.job.train.steps}, and step {newest} is done and saved",
+            where=str(run.run_dir),
+            fix=f"set train.steps to more than {newest}",
+        )

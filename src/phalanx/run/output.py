@@ -1,0 +1,39 @@
+"""Where a run's words go: lines, problems, and a console that follows its steps. It may also be quiet."""
+
+from __future__ import annotations
+
+import sys
+
+from phalanx.core import output
+from phalanx.job.schema import Job
+from phalanx.observe.console import Console, open_console
+from phalanx.observe.units import units_of
+
+
+class RunOutput:
+    """Standard output and error as they are when something is said; nothing at all if `quiet`.
+
+    A stream that nobody reads any more takes no run with it.
+    """
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._is_quiet = quiet
+
+    def say(self, *lines: str) -> None:
+        """Print lines for the person who started the run."""
+        if not self._is_quiet:
+            output.say(*lines)
+
+    def warn(self, text: str) -> None:
+        """Print on standard error why a run did not finish."""
+        if not self._is_quiet:
+            print(text, file=sys.stderr)
+
+    def open_console(self, job: Job) -> Console:
+        """The console that shows the steps of `job` while it trains."""
+        return open_console(
+            None if self._is_quiet else sys.stdout,
+            total_steps=job.train.steps,
+            log_every=job.observe.log_every,
+            units=units_of(job.to_json()),
+        )

@@ -1,0 +1,60 @@
+"""A checkpoint store outside the run directory, held for one run: writable, and no other run writes to it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from phalanx.checkpoint.locks import hold_run_lock
+from phalanx.checkpoint.owner import claim, release
+from phalanx.checkpoint.stores import Store, open_store
+from phalanx.core.errors import RunLockedError, UsageError
+from phalanx.core.store_urls import local_directory
+from phalanx.job.schema import Job
+from phalanx.run.directory import JOB_FILE
+
+
+@contextlib.contextmanager
+def hold_store(job: Job, run_dir: Path, *, resume: bool, say: Callable[[str], None]) -> Iterator[None]:
+    """Hold the store of `checkpoint.url` while the body goes on; nothing is done without one.
+
+    It is tried now, and not at the first save. A directory is locked as a run's is: two runs that begin with an empty
+    one would take each other's checkpoints for their own. An object store has no lock: a file in it says whose it is.
+    Raises UsageError if a new run finds checkpoints there, and RunLockedError if a live job holds it.
+    """
+    if job.checkpoint.url is None:
+        yield
+        return
+    store = open_store(run_dir, job.checkpoint.url, say=say)
+    store.probe()
+    with contextlib.ExitStack() as stack:
+        directory = local_directory(job.checkpoint.url)
+        if directory is not None and directory.resolve() != run_dir.resolve():
+            _lock_directory(stack, directory)
+        if not resume and store.folders():
+            fix = "choose another checkpoint.url, or continue the run they belong to with --resume"
+            raise UsageError("there are checkpoints of another run", where=store.url, fix=fix)
+        stack.enter_context(_claim_store(store, run_dir))
+        yield
+
+
+@contextlib.contextmanager
+def _claim_store(store: Store, run_dir: Path) -> Iterator[None]:
+    """Write the run's claim, and take it back at the end if no run came of it."""
+    try:
+        claim(store, run_dir)
+        yield
+    finally:
+        if not (run_dir / JOB_FILE).exists():
+            release(store, run_dir)
+
+
+def _lock_directory(stack: contextlib.ExitStack, directory: Path) -> None:
+    """Lock the directory of a store; a refusal speaks of checkpoint.url instead of run.dir."""
+    try:
+        stack.enter_context(hold_run_lock(directory))
+    except RunLockedError as error:
+        what = error.what.replace("the run directory", "checkpoint.url")
+        fix = (error.fix or "").replace("run.dir", "checkpoint.url")
+        raise RunLockedError(what, where=error.where, fix=fix) from None

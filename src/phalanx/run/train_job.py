@@ -1,0 +1,99 @@
+"""Training from Python: `phalanx.train_job(job)`, with the same supervision as `phalanx train`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.core.errors import ExitCode, PhalanxError
+from phalanx.job.load import check_job
+from phalanx.job.schema import Job
+from phalanx.plan.plan import Plan
+from phalanx.report.reduce import reduce_run
+from phalanx.report.summary import run_json
+from phalanx.run.conclude import RunEnd
+from phalanx.run.output import RunOutput
+from phalanx.run.resume import resumed_job
+from phalanx.run.training import TrainRequest, run_training
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended and what came out.
+
+    `status` is "finished" | "preempted" | "interrupted" | "failed", `exit_code` that of `phalanx train`, and `error`
+    what it would print where the run is not finished. `metrics` are of the last step that was applied (`loss`) and of
+    the last evaluation (`held_out_loss`, and those of your objective as `held_out_NAME`); losses are per target.
+    `newest_checkpoint` is a path or a URL, None without one.
+    """
+
+    run_dir: Path
+    status: str
+    exit_code: int
+    error: str
+    last_step: int
+    metrics: Mapping[str, float]
+    newest_checkpoint: str | None
+    plan: Plan
+
+
+def train_job(job: Job, *, quiet: bool = False) -> RunResult:
+    """Train `job` to its last step and return what came out, also of a run that failed or was stopped.
+
+    Ranks are started and supervised as `phalanx train` does it: in processes of their own, started again after a
+    crash. The run directory is `run.dir`, else a new one under runs/. With `quiet` nothing is printed. Works from a
+    script, a notebook and any thread; in the main thread Ctrl-C saves and stops. As one rank of another launcher
+    (torchrun), all ranks call it.
+
+    Raises PhalanxError for what the user can mend before the first step: a job that cannot run, data or a layout that
+    does not fit, a run directory in use.
+    """
+    return _train(TrainRequest.of_job(check_job(job)), quiet)
+
+
+def resume_job(run_dir: str | Path, overrides: Sequence[str] = (), *, quiet: bool = False) -> RunResult:
+    """Continue the run in `run_dir` from its newest checkpoint, with `key=value` overrides on its job.
+
+    As `phalanx train --resume`; a run that is finished returns at once. Raises PhalanxError like `train_job`, and
+    JobError for keys that a run keeps.
+    """
+    return _train(TrainRequest.of_resumed(resumed_job(str(run_dir), overrides)), quiet)
+
+
+def _train(request: TrainRequest, quiet: bool) -> RunResult:
+    end = run_training(request, RunOutput(quiet=quiet), guards_rank=False)
+    if end.refusal is not None:
+        raise end.refusal
+    return _result_of(end)
+
+
+def _result_of(end: RunEnd) -> RunResult:
+    """The result of a run that has a plan, with facts from its events."""
+    if end.plan is None:
+        raise PhalanxError("the run has no plan", where=str(end.run_dir))
+    facts = run_json(reduce_run(end.run_dir))
+    metrics: dict[str, float] = {}
+    if facts["final_loss"] is not None:
+        metrics["loss"] = facts["final_loss"]
+    if facts["evaluations"]:
+        last = facts["evaluations"][-1]
+        if last["loss"] is not None:
+            metrics["held_out_loss"] = last["loss"]
+        metrics |= {f"held_out_{name}": value for name, value in last["metrics"].items()}
+    checkpoints = facts["checkpoints"]
+    return RunResult(
+        run_dir=end.run_dir,
+        status=end.status,
+        exit_code=end.exit_code,
+        error="" if end.exit_code == ExitCode.OK else end.message,
+        last_step=facts["step"],
+        metrics=metrics,
+        newest_checkpoint=_place(end.run_dir, checkpoints[-1]["path"]) if checkpoints else None,
+        plan=end.plan,
+    )
+
+
+def _place(run_dir: Path, path: str) -> str:
+    """A checkpoint's path or URL as it works from here: the run's events name those in it relative to it."""
+    return path if "://" in path else str(run_dir / path)

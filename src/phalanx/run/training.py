@@ -1,0 +1,93 @@
+"""A training run from a job to its end, for whoever asks: the command line, a script, a notebook."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.core.errors import ExitCode, PhalanxError
+from phalanx.job.schema import Job
+from phalanx.launch.end_record import EndRecord
+from phalanx.launch.external import ExternalRanks, external_ranks
+from phalanx.launch.guard import fork_guarded
+from phalanx.run.announce import announcement
+from phalanx.run.conclude import RunEnd
+from phalanx.run.external import train_as_rank
+from phalanx.run.finished import end_without_training, is_finished, require_steps_left
+from phalanx.run.output import RunOutput
+from phalanx.run.prepare import prepare_run
+from phalanx.run.resume import Resumed
+from phalanx.run.stop_signals import stop_by_exception
+from phalanx.run.supervised import train_supervised
+
+
+@dataclass(frozen=True)
+class TrainRequest:
+    """What is to be trained and where. `resumed` is set where the run in `run_dir` is continued."""
+
+    job: Job
+    run_dir: Path
+    resumed: Resumed | None = None
+
+    @staticmethod
+    def of_job(job: Job) -> TrainRequest:
+        """A new run in run.dir, else in a fresh directory."""
+        return TrainRequest(job, Path(job.run.dir or _fresh_run_dir(job)))
+
+    @staticmethod
+    def of_resumed(resumed: Resumed) -> TrainRequest:
+        """The run of `resumed`, continued."""
+        return TrainRequest(resumed.job, resumed.run_dir, resumed)
+
+
+def run_training(request: TrainRequest, output: RunOutput, *, guards_rank: bool) -> RunEnd:
+    """Train in ranks that this process starts, or as one rank of another launcher.
+
+    With `guards_rank` a rank of another launcher goes on in a child process, and this one becomes its guard. Raises
+    PhalanxError for what the user can mend.
+    """
+    with stop_by_exception():
+        began_s = time.monotonic()
+        ranks = external_ranks(os.environ)
+        if ranks is not None:
+            train = _train_guarded if guards_rank else train_as_rank
+            return train(request.job, request.run_dir, ranks, request.resumed, output)
+        job, resumed = request.job, request.resumed
+        is_resumed = resumed is not None
+        with prepare_run(job, request.run_dir, resume=is_resumed, num_ranks=None, say=output.say) as run:
+            if is_finished(run):
+                return end_without_training(run, output)
+            require_steps_left(run)
+            output.say(*announcement(run, resumed=resumed))
+            return train_supervised(run, output, began_s=began_s, resumed=resumed)
+
+
+def _train_guarded(job: Job, run_dir: Path, ranks: ExternalRanks, resumed: Resumed | None, output: RunOutput) -> RunEnd:
+    """Train as one rank whose guard tells the launcher how it ended.
+
+    The guard is forked before torch is imported: it needs none of it.
+    """
+    record = fork_guarded(ranks.mine.rank, run_dir)
+    exit_code = int(ExitCode.INTERNAL)
+    try:
+        end = train_as_rank(job, run_dir, ranks, resumed, output)
+        exit_code = end.exit_code
+        return end
+    except PhalanxError as error:
+        exit_code = int(error.exit_code)
+        raise
+    except KeyboardInterrupt:
+        exit_code = int(ExitCode.INTERRUPTED)
+        raise
+    finally:
+        record.tell(EndRecord(exit_code))
+
+
+def _fresh_run_dir(job: Job) -> str:
+    """A name of this second; a clock that was set back names a run that is there, and gets a number."""
+    name = f"runs/{job.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(fresh for fresh in names if not Path(fresh).exists())
