@@ -6,19 +6,32 @@ import math
 import select
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from phalanx.core.phases import Place, read_black_box
+from phalanx.core.typed_json import JsonObject
 from phalanx.launch.absence import process_state
 from phalanx.launch.end_record import EndRecord
+from phalanx.launch.messages import (
+    AttemptStarted,
+    EndRecorded,
+    EventRefused,
+    KillRanks,
+    RankExited,
+    Report,
+    SendSignal,
+    ShowStacks,
+    StartFailed,
+    StartRanks,
+    StoreExited,
+)
 from phalanx.launch.paths import black_box
 from phalanx.launch.reports import ErrorReport
-from phalanx.launch.server_process import ServerProcess
+from phalanx.launch.server_process import ServerLink, ServerProcess
 from phalanx.launch.signals import SignalInbox
-from phalanx.launch.wire import Channel, Message
 
 TICK_S = 0.1
 # After the first failure: how long others may take to report theirs, while only consequences are known, or the cause.
@@ -93,23 +106,23 @@ class AttemptEnd:
 
 
 class Attention:
-    """Waits for a message, a signal or the next tick, whichever comes first."""
+    """Waits for a report, a signal or the next tick, whichever comes first."""
 
     def __init__(self, inbox: SignalInbox, on_tick: Callable[[], None]) -> None:
         self._inbox = inbox
         self._on_tick = on_tick
         self._next_tick = 0.0
 
-    def wait(self, link: Channel, until: float = math.inf) -> tuple[list[Message], list[int]]:
-        """Messages and signals, both possibly none, after `until` (monotonic seconds) or a tick at the latest."""
+    def wait(self, link: ServerLink, until: float = math.inf) -> tuple[list[Report], list[int]]:
+        """Reports and signals, both possibly none, after `until` (monotonic seconds) or a tick at the latest."""
         timeout_s = max(0.0, min(self._next_tick, until) - time.monotonic())
         sources: list[Any] = [link, self._inbox]
         readable, _, _ = select.select(sources, [], [], timeout_s)
-        messages = link.receive() if link in readable else []
+        reports = link.receive() if link in readable else []
         if time.monotonic() >= self._next_tick:
             self._on_tick()
             self._next_tick = time.monotonic() + TICK_S
-        return messages, self._inbox.take()
+        return reports, self._inbox.take()
 
 
 class AttemptWatch:
@@ -125,7 +138,7 @@ class AttemptWatch:
         attention: Attention,
         stop: Stop,
         say: Callable[[str], None],
-        on_started: Callable[[list[int]], None],
+        on_started: Callable[[Sequence[int]], None],
         on_refused_event: Callable[[str], None] = lambda line: None,
         stepless: str = "",
     ) -> None:
@@ -138,17 +151,17 @@ class AttemptWatch:
         self._grace_until = math.inf
         self._killed_at = math.inf
         self._stacks_until = -math.inf
-        self._pids: list[int] = []
+        self._pids: Sequence[int] = ()
 
-    def run(self, entry: str, payload: dict[str, Any]) -> AttemptEnd:
+    def run(self, entry: str, payload: JsonObject) -> AttemptEnd:
         """Start the ranks and return when all are gone."""
-        order = {"do": "start", "attempt": self.end.number, "num_ranks": self._num_ranks}
-        order["doing"] = self.end.stepless or "training"
-        self._server.link.send(order | {"entry": entry, "payload": payload})
+        doing = self.end.stepless or "training"
+        order = StartRanks(self.end.number, self._num_ranks, entry, payload, doing)
+        self._server.link.send(order)
         while not self._is_over():
-            messages, signals = self._attention.wait(self._server.link, self._next_deadline())
-            for message in messages:
-                self._hear(message)
+            reports, signals = self._attention.wait(self._server.link, self._next_deadline())
+            for report in reports:
+                self._hear(report)
             for number in signals:
                 self._on_signal(number)
             self._keep_deadlines()
@@ -160,22 +173,24 @@ class AttemptWatch:
     def _is_over(self) -> bool:
         return self._server.link.closed or len(self.end.exits) == self._num_ranks or self.end.start_error is not None
 
-    def _hear(self, message: Message) -> None:
-        match message["say"]:
-            case "started":
-                self._pids = message["pids"]
+    def _hear(self, report: Report) -> None:
+        """Take note of a report. What is left of an earlier attempt says nothing of this one."""
+        number = self.end.number
+        match report:
+            case AttemptStarted():
+                self._pids = report.pids
                 self._on_started(self._pids)
-            case "start_failed":
-                self.end.start_error = ErrorReport(**message["report"])
-            case "store_exit" if message["attempt"] == self.end.number:
-                self.end.store_loss = f"exit status {message['code']}"
+            case StartFailed():
+                self.end.start_error = report.report
+            case StoreExited(attempt, code) if attempt == number:
+                self.end.store_loss = f"exit status {code}"
                 self._first_failure_at = min(self._first_failure_at, time.monotonic())
-            case "refused_event":
-                self._on_refused_event(message["line"])
-            case "record" if message["attempt"] == self.end.number:
-                self._on_record(message["rank"], EndRecord.from_json(message["record"]))
-            case "exit" if message["attempt"] == self.end.number:
-                self._on_exit(message)
+            case EventRefused():
+                self._on_refused_event(report.line)
+            case EndRecorded(attempt, rank, record) if attempt == number:
+                self._on_record(rank, record)
+            case RankExited(attempt) if attempt == number:
+                self._on_exit(report)
 
     def _on_record(self, rank: int, record: EndRecord) -> None:
         now = time.monotonic()
@@ -185,15 +200,15 @@ class AttemptWatch:
         elif record.is_stop:  # the ranks agreed to leave; one that stays behind does not stay for ever
             self._grace_until = min(self._grace_until, now + self._grace_s)
 
-    def _on_exit(self, message: Message) -> None:
+    def _on_exit(self, exited: RankExited) -> None:
         now = time.monotonic()
         left = RankExit(
-            rank=message["rank"],
-            code=message["code"],
-            signal=message["signal"],
-            by_us=message["by_us"],
-            died_monotonic_s=message["died_monotonic_s"],
-            detected_s=max(0.0, now - message["died_monotonic_s"]),
+            rank=exited.rank,
+            code=exited.code,
+            signal=exited.signal,
+            by_us=exited.by_us,
+            died_monotonic_s=exited.died_monotonic_s,
+            detected_s=max(0.0, now - exited.died_monotonic_s),
         )
         self.end.exits[left.rank] = left
         if self.end.has_failed(left.rank):
@@ -205,7 +220,7 @@ class AttemptWatch:
         if self._stop.signal is None:
             self._stop.signal = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
             self._grace_until = min(self._grace_until, time.monotonic() + self._grace_s)
-            self._server.link.send({"do": "signal", "signal": int(self._stop.signal)})
+            self._server.link.send(SendSignal(int(self._stop.signal)))
             self._say(stopping_line(self._stop.signal, self._grace_s))
         elif number == signal.SIGINT:
             self._stop.at_once = True
@@ -243,7 +258,7 @@ class AttemptWatch:
                 return
             self._killed_at = now
             self.end.grace_over = now >= self._grace_until
-            self._server.link.send({"do": "kill"})
+            self._server.link.send(KillRanks())
         elif now >= self._killed_at + KILL_PATIENCE_S:  # the server does not answer
             self._server.kill()
 
@@ -258,7 +273,7 @@ class AttemptWatch:
         places = {rank: read_black_box(black_box(self._run_dir, rank)) for rank in self.end.silent}
         self.end.silent_places = {rank: place for rank, place in places.items() if place is not None}
         self._stacks_until = now + STACKS_WINDOW_S
-        self._server.link.send({"do": "show_stacks", "ranks": list(self.end.silent)})
+        self._server.link.send(ShowStacks(tuple(self.end.silent)))
         return bool(self.end.silent)
 
     def _in_training(self) -> bool:

@@ -6,17 +6,15 @@ Events that a disk refuses go the same way, so that whoever watches sees them.
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import threading
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from phalanx.core.errors import ExitCode
 from phalanx.launch.reports import ErrorReport
+from phalanx.launch.wire import Codec
 
-EVENT = "refused_event"  # the key of a line that is no record
 ATOMIC_BYTES = select.PIPE_BUF  # a pipe with room takes so much at once, or nothing
 STOPPED = (ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
 
@@ -37,13 +35,15 @@ class EndRecord:
     def has_failed(self) -> bool:
         return self.report is not None or self.code not in (ExitCode.OK, *STOPPED)
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
-    @staticmethod
-    def from_json(fields: dict[str, Any]) -> EndRecord:
-        report = fields["report"]
-        return EndRecord(int(fields["code"]), None if report is None else ErrorReport(**report))
+@dataclass(frozen=True)
+class RefusedEvent:
+    """The line of an event that the disk did not take."""
+
+    line: str
+
+
+_LINES: Codec[EndRecord | RefusedEvent] = Codec((EndRecord, RefusedEvent))
 
 
 class EndWriter:
@@ -64,7 +64,7 @@ class EndWriter:
         if self.told is not None or not self.is_rank:
             return
         self.told = record
-        line = memoryview(json.dumps(record.to_json()).encode() + b"\n")
+        line = memoryview(_LINES.encode(record))
         with self._lock:
             try:
                 while line and self._is_open():
@@ -74,7 +74,7 @@ class EndWriter:
 
     def pass_on(self, event_line: str) -> bool:
         """Send an event that the disk refused. False where it cannot be sent at once: training does not wait for it."""
-        line = json.dumps({EVENT: event_line}).encode() + b"\n"
+        line = _LINES.encode(RefusedEvent(event_line))
         if not self.is_rank or len(line) > ATOMIC_BYTES or not self._lock.acquire(blocking=False):
             return False
         try:
@@ -104,8 +104,8 @@ class EndReader:
     def fileno(self) -> int:
         return self._fd
 
-    def read(self) -> dict[str, Any] | None:
-        """The record as JSON, once, when it is complete. Never blocks."""
+    def read(self) -> EndRecord | None:
+        """The record, once, when it is complete. Never blocks."""
         while self.is_open:
             try:
                 part = os.read(self._fd, 1 << 16)
@@ -115,10 +115,10 @@ class EndReader:
             if not part:
                 self.close()
         *lines, self._data = self._data.split(b"\n")
-        record: dict[str, Any] | None = None
-        for message in map(json.loads, lines):
-            if EVENT in message:
-                self._events.append(message[EVENT])
+        record: EndRecord | None = None
+        for message in map(_LINES.decode, lines):
+            if isinstance(message, RefusedEvent):
+                self._events.append(message.line)
             elif not self._has_record:
                 self._has_record, record = True, message
         return record

@@ -58,9 +58,7 @@ def _guard(pid: int, rank: int, run_dir: Path, reader: EndReader, watched: set[s
         ended, status = os.waitpid(pid, os.WNOHANG)
         if not ended:  # it was only stopped, or continued
             continue
-        said = reader.read()
-        if said is not None:
-            record = EndRecord.from_json(said)
+        record = reader.read() or record
         return _exit_code(rank, run_dir, os.waitstatus_to_exitcode(status), record)
 
 

@@ -12,12 +12,13 @@ import threading
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from phalanx.core.errors import ExitCode, RunTakenError, StoreTakenError
 from phalanx.core.logs import redirect_output
 from phalanx.core.registry import resolve
 from phalanx.core.secrets import Redactor
+from phalanx.core.typed_json import JsonObject
 from phalanx.launch.end_record import EndRecord, EndWriter
 from phalanx.launch.paths import error_report, rank_log
 from phalanx.launch.rank_env import RankEnv, rank_variables
@@ -29,7 +30,7 @@ class RankTask:
     """All that one rank needs to know. `doing`: what it is for, as messages say it."""
 
     entry: str
-    payload: dict[str, Any]
+    payload: JsonObject
     run_dir: Path
     ranks: RankEnv
     master_port: int
@@ -67,7 +68,7 @@ def run_rank(task: RankTask, end: EndWriter) -> int:
         trace = task.run_dir / "logs" / f"nccl-attempt-{task.ranks.attempt:02d}-rank-"
         os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(trace))  # torch appends the rank
         more = {REPORT_ERROR: report_error, TELL_DONE: tell_done, PASS_ON: end.pass_on}
-        code = int(resolve(task.entry, "phalanx", "")(task.payload | more) or 0) & 0xFF
+        code = int(resolve(task.entry, "phalanx", "")({**task.payload, **more}) or 0) & 0xFF
         end.tell(EndRecord(code))
         _finish()
         return code

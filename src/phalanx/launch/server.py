@@ -4,9 +4,7 @@ Importing torch takes seconds and forking takes milliseconds, so ranks start, an
 price of the fork. That is sound only while this process has one thread and has not touched CUDA: it imports what it
 is told to, forks, reaps and reports, and nothing else. User modules are imported in the ranks.
 
-It is told by newline-terminated JSON: prepare, start, signal, show_stacks, kill. It says: ready, preload_failed or
-preload_begins_cuda, started or start_failed, record (what a rank says of its own end), refused_event (what its disk did
-not take), exit (of each rank, at once), store_exit.
+It gets orders and sends reports (`launch.messages`): what a rank says of its own end and the exit of each rank at once.
 """
 
 from __future__ import annotations
@@ -21,10 +19,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias, assert_never
 
 from phalanx.core.errors import EnvironmentProblem
 from phalanx.core.logs import redact_streams
@@ -32,12 +30,33 @@ from phalanx.core.secrets import Redactor
 from phalanx.launch.cuda_state import has_begun_cuda
 from phalanx.launch.end_record import EndReader, EndWriter, open_end_pipe
 from phalanx.launch.lifeline import arm_lifelines
+from phalanx.launch.messages import (
+    ORDERS,
+    REPORTS,
+    AttemptStarted,
+    EndRecorded,
+    EventRefused,
+    KillRanks,
+    Order,
+    PreloadBeginsCuda,
+    PreloadFailed,
+    Prepare,
+    RankExited,
+    Ready,
+    Report,
+    SendSignal,
+    ShowStacks,
+    StartFailed,
+    StartRanks,
+    StoreExited,
+)
 from phalanx.launch.rank import STACKS_SIGNAL, RankTask, run_rank
 from phalanx.launch.rank_env import RankEnv
 from phalanx.launch.reports import describe
 from phalanx.launch.store import hold_store, listen_on_loopback
-from phalanx.launch.wire import Channel, Message
+from phalanx.launch.wire import Channel
 
+SupervisorLink: TypeAlias = Channel[Report, Order]
 _OUTLIVED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # a scheduler signals every process of the job
 
 
@@ -58,7 +77,7 @@ class Attempt:
 class Server:
     """Forks and reaps on behalf of the supervisor at the other end of `link`."""
 
-    def __init__(self, link: Channel, supervisor_life: int) -> None:
+    def __init__(self, link: SupervisorLink, supervisor_life: int) -> None:
         self._link = link
         self._supervisor_life = supervisor_life
         self._server_life, self._server_life_write = os.pipe()
@@ -82,67 +101,69 @@ class Server:
                 self._forward_record(rank)
             self._reap()
             if self._link in readable:
-                for message in self._link.receive():
-                    self._obey(message)
+                for order in self._link.receive():
+                    self._obey(order)
         return 0
 
-    def _obey(self, message: Message) -> None:
-        match message["do"]:
-            case "prepare":
-                self._prepare(message)
-            case "start":
-                self._start(message)
-            case "signal":
+    def _obey(self, order: Order) -> None:
+        match order:
+            case Prepare():
+                self._prepare(order)
+            case StartRanks():
+                self._start(order)
+            case SendSignal(number):
                 for pid in self._attempt.ranks:
-                    os.kill(pid, message["signal"])
-            case "show_stacks":
+                    os.kill(pid, number)
+            case ShowStacks(ranks):
                 for pid, rank in self._attempt.ranks.items():
-                    if rank in message["ranks"]:
+                    if rank in ranks:
                         os.kill(pid, STACKS_SIGNAL)
-            case "kill":
+            case KillRanks():
                 self._kill_ranks()
+            case _:
+                assert_never(order)
 
-    def _prepare(self, message: Message) -> None:
+    def _prepare(self, order: Prepare) -> None:
         started = time.monotonic()
-        self._run_dir = Path(message["run_dir"])
-        sys.path[:] = message["sys_path"]
+        self._run_dir = order.run_dir
+        sys.path[:] = order.sys_path
         os.environ.pop("PYTHONPATH", None)
-        if message["python_path"] is not None:
-            os.environ["PYTHONPATH"] = message["python_path"]
-        for name in message["preload"]:
+        if order.python_path is not None:
+            os.environ["PYTHONPATH"] = order.python_path
+        for name in order.preload:
             try:
                 _import(name)
             except BaseException as error:
                 traceback.print_exc()
-                self._link.send({"say": "preload_failed", "report": asdict(describe(error))})
+                self._link.send(PreloadFailed(describe(error)))
                 return
             if has_begun_cuda():
-                self._link.send({"say": "preload_begins_cuda", "module": name})
+                self._link.send(PreloadBeginsCuda(name))
                 return
         gc.collect()
         gc.freeze()  # collections in a rank would otherwise write to, and so copy, every page we share
-        self._link.send({"say": "ready", "import_s": time.monotonic() - started, "num_threads": _num_threads()})
+        self._link.send(Ready(time.monotonic() - started, _num_threads()))
 
-    def _start(self, message: Message) -> None:
-        self._attempt = Attempt(message["attempt"])
+    def _start(self, order: StartRanks) -> None:
+        self._attempt = Attempt(order.attempt)
         try:
             listener = listen_on_loopback()
             with listener:
                 port = listener.getsockname()[1]
                 self._attempt.store_pid = self._fork(lambda: hold_store(listener))
-                for rank in range(message["num_ranks"]):
-                    self._attempt.ranks[self._fork_rank(message, rank, port, listener)] = rank
+                for rank in range(order.num_ranks):
+                    self._attempt.ranks[self._fork_rank(order, rank, port, listener)] = rank
         except OSError as error:
             self._kill_ranks()
             problem = EnvironmentProblem("the ranks cannot be started", why=os.strerror(error.errno or 0))
-            self._link.send({"say": "start_failed", "report": asdict(describe(problem))})
+            self._link.send(StartFailed(describe(problem)))
             return
-        self._link.send({"say": "started", "attempt": self._attempt.number, "pids": list(self._attempt.ranks)})
+        self._link.send(AttemptStarted(self._attempt.number, tuple(self._attempt.ranks)))
 
-    def _fork_rank(self, message: Message, rank: int, port: int, listener: socket.socket) -> int:
-        size = message["num_ranks"]
-        ranks = RankEnv(rank, size, local_rank=rank, local_world_size=size, attempt=message["attempt"])
-        task = RankTask(message["entry"], message["payload"], self._run_dir, ranks, port, message["doing"])
+    def _fork_rank(self, order: StartRanks, rank: int, port: int, listener: socket.socket) -> int:
+        size = order.num_ranks
+        ranks = RankEnv(rank, size, local_rank=rank, local_world_size=size, attempt=order.attempt)
+        task = RankTask(order.entry, order.payload, self._run_dir, ranks, port, order.doing)
         self._attempt.records[rank], write_end = open_end_pipe()
 
         def run() -> int:
@@ -161,9 +182,9 @@ class Server:
         reader = self._attempt.records[rank]
         record = reader.read()
         for line in reader.take_events():
-            self._link.send({"say": "refused_event", "attempt": self._attempt.number, "line": line})
+            self._link.send(EventRefused(self._attempt.number, line))
         if record is not None:
-            self._link.send({"say": "record", "attempt": self._attempt.number, "rank": rank, "record": record})
+            self._link.send(EndRecorded(self._attempt.number, rank, record))
 
     def _fork(self, run: Callable[[], int]) -> int:
         """Start `run` in a process of its own group that dies with the supervisor and with us; its pid.
@@ -233,17 +254,23 @@ class Server:
         if pid == attempt.store_pid:
             attempt.store_pid = 0
             if pid not in attempt.killed:
-                self._link.send({"say": "store_exit", "attempt": attempt.number, "code": code})
+                self._link.send(StoreExited(attempt.number, code))
         elif pid in attempt.ranks:
             _kill_group(pid)  # helpers the rank left behind
             rank = attempt.ranks.pop(pid)
             self._forward_record(rank)
             attempt.records[rank].close()
-            fate = {"code": code if code >= 0 else None, "signal": -code if code < 0 else None}
-            died = {"died_monotonic_s": time.monotonic()}
             by_us = code == -STACKS_SIGNAL or (pid in attempt.killed and code == -signal.SIGKILL)
-            said = {"say": "exit", "attempt": attempt.number, "rank": rank, "by_us": by_us}
-            self._link.send(said | fate | died)
+            self._link.send(
+                RankExited(
+                    attempt=attempt.number,
+                    rank=rank,
+                    code=code if code >= 0 else None,
+                    signal=-code if code < 0 else None,
+                    by_us=by_us,
+                    died_monotonic_s=time.monotonic(),
+                )
+            )
             if not attempt.ranks:
                 self._kill_store()
 
@@ -283,7 +310,7 @@ def main(arguments: Sequence[str]) -> int:
         os.set_inheritable(fd, False)  # across exec: a rank's subprocesses hold none of them
     arm_lifelines([life_fd], whole_group=True)
     redact_streams(Redactor(os.environ))  # both are the server's log, which lies in the run
-    return Server(Channel(socket.socket(fileno=link_fd)), life_fd).serve()
+    return Server(Channel(socket.socket(fileno=link_fd), REPORTS, ORDERS), life_fd).serve()
 
 
 if __name__ == "__main__":

@@ -8,12 +8,16 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import TypeAlias
 
 from phalanx.core.files import append_regular, open_regular, resource_error
+from phalanx.launch.messages import ORDERS, REPORTS, Order, Report
 from phalanx.launch.paths import server_log
 from phalanx.launch.rank_env import SERVER_CHOSE_THREADS, THREAD_VARIABLES, allocator_variables
 from phalanx.launch.signals import signal_name
 from phalanx.launch.wire import Channel
+
+ServerLink: TypeAlias = Channel[Order, Report]
 
 
 class ServerProcess:
@@ -24,7 +28,7 @@ class ServerProcess:
     """
 
     def __init__(
-        self, process: subprocess.Popen[bytes], link: Channel, life: int, presence: int, log: Path, log_start: int
+        self, process: subprocess.Popen[bytes], link: ServerLink, life: int, presence: int, log: Path, log_start: int
     ) -> None:
         self._process = process
         self.link = link
@@ -103,7 +107,7 @@ def start_server(run_dir: Path) -> ServerProcess:
     finally:
         os.close(life_read)
         os.close(presence_write)
-    return ServerProcess(process, Channel(ours), life_write, presence_read, log_path, log_start)
+    return ServerProcess(process, Channel(ours, ORDERS, REPORTS), life_write, presence_read, log_path, log_start)
 
 
 def _server_environment() -> dict[str, str]:

@@ -6,14 +6,15 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import EXIT_CODE_MEANING, ExitCode, RestartBudgetError
 from phalanx.launch.attempt import AttemptEnd, AttemptWatch, Attention, Stop
 from phalanx.launch.end_record import STOPPED
+from phalanx.launch.messages import PreloadBeginsCuda, PreloadFailed, Prepare, Ready
 from phalanx.launch.paths import blank_out_logs, clear_black_boxes, next_attempt
 from phalanx.launch.reports import ErrorReport
 from phalanx.launch.restarts import RestartPolicy
@@ -142,8 +143,8 @@ class _Supervisor:
         server = self._server
         assert server is not None
 
-        def on_started(pids: list[int]) -> None:
-            self._bus.emit(RanksStarted(pids, time.monotonic() - started_at))
+        def on_started(pids: Sequence[int]) -> None:
+            self._bus.emit(RanksStarted(list(pids), time.monotonic() - started_at))
 
         watch = AttemptWatch(
             number,
@@ -176,24 +177,26 @@ class _Supervisor:
     def _prepare(self, server: ServerProcess, end: AttemptEnd) -> AttemptEnd | None:
         """Have the server import what it must; None when it is ready, or when a module is to be left out and another
         server be started; otherwise how the attempt ended."""
-        order: dict[str, Any] = {"do": "prepare", "preload": self._preload, "run_dir": str(self._spec.run_dir)}
-        server.link.send(order | {"sys_path": sys.path, "python_path": os.environ.get("PYTHONPATH")})
+        search_path = tuple(sys.path), os.environ.get("PYTHONPATH")
+        server.link.send(Prepare(self._spec.run_dir, self._preload, *search_path))
         while not server.link.closed:
-            messages, signals = self._attention.wait(server.link)
-            if signals:  # before the messages: "ready" may have come in the same moment
+            reports, signals = self._attention.wait(server.link)
+            if signals:  # before the reports: Ready may have come in the same moment
                 self._stop.signal = signal.SIGINT if signal.SIGINT in signals else signal.SIGTERM
                 server.kill()
                 return end
-            for message in messages:
-                if message["say"] == "ready":
-                    self._bus.emit(Note("server_ready", {key: message[key] for key in ("import_s", "num_threads")}))
-                    return None
-                if message["say"] == "preload_begins_cuda":
-                    self._bus.emit(Note("preload_begins_cuda", {"module": message["module"]}))
-                    self._preload = tuple(name for name in self._preload if name != message["module"])
-                    return None
-                end.start_error = ErrorReport(**message["report"])
-                return end
+            for report in reports:
+                match report:
+                    case Ready():
+                        self._bus.emit(Note("server_ready", asdict(report)))
+                        return None
+                    case PreloadBeginsCuda(module):
+                        self._bus.emit(Note("preload_begins_cuda", {"module": module}))
+                        self._preload = tuple(name for name in self._preload if name != module)
+                        return None
+                    case PreloadFailed(error):
+                        end.start_error = error
+                        return end
         server.kill()
         end.server_loss = server.how_it_ended()
         if "killed" not in end.server_loss:

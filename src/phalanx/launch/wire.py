@@ -1,34 +1,64 @@
-"""Newline-terminated JSON over a socket pair: how supervisor and server talk."""
+"""Typed messages between processes, as newline-terminated JSON over a socket pair."""
 
 from __future__ import annotations
 
 import json
 import socket
-from typing import Any
+from collections.abc import Iterable
+from typing import Generic, TypeVar
 
-Message = dict[str, Any]
+from phalanx.core.typed_json import TypedJsonError, from_json, to_json
+
+Message = TypeVar("Message")
+Sent = TypeVar("Sent")
+Received = TypeVar("Received")
+_TAG = "type"
 
 
-class Channel:
-    """One end. `closed` becomes true when the other end is gone; sending to it is then a no-op."""
+class Codec(Generic[Message]):
+    """Writes messages of the dataclasses `kinds` as lines of JSON that name their class, and reads them."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, kinds: Iterable[type[Message]]) -> None:
+        self._kinds = {kind.__name__: kind for kind in kinds}
+
+    def encode(self, message: Message) -> bytes:
+        """One line, with its end. Raises TypeError for a message of another class."""
+        name = type(message).__name__
+        if self._kinds.get(name) is not type(message):
+            raise TypeError(f"{name} is none of {', '.join(self._kinds)}")
+        document = {_TAG: name, **to_json(message)}
+        return json.dumps(document, separators=(",", ":")).encode() + b"\n"
+
+    def decode(self, line: bytes) -> Message:
+        """The message of one line. Raises TypedJsonError for another class, or for fields that are not its own."""
+        fields = json.loads(line)
+        name = fields.pop(_TAG, None) if isinstance(fields, dict) else None
+        if name not in self._kinds:
+            raise TypedJsonError(f"{name!r} is none of {', '.join(self._kinds)}")
+        return from_json(self._kinds[name], fields)
+
+
+class Channel(Generic[Sent, Received]):
+    """One end of a socket pair. `closed` becomes true when the other end is gone; sending to it is then a no-op."""
+
+    def __init__(self, sock: socket.socket, sent: Codec[Sent], received: Codec[Received]) -> None:
         self._socket = sock
+        self._sent, self._received = sent, received
         self._partial = b""
         self.closed = False
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Sent) -> None:
         if self.closed:
             return
         try:
-            self._socket.sendall(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+            self._socket.sendall(self._sent.encode(message))
         except OSError:
             self.closed = True
 
-    def receive(self) -> list[Message]:
+    def receive(self) -> list[Received]:
         """The messages completed by one read; blocks until something arrives or the other end closes."""
         try:
             data = self._socket.recv(1 << 16)
@@ -38,7 +68,7 @@ class Channel:
             self.closed = True
             return []
         *lines, self._partial = (self._partial + data).split(b"\n")
-        return [json.loads(line) for line in lines]
+        return [self._received.decode(line) for line in lines]
 
     def close(self) -> None:
         self.closed = True

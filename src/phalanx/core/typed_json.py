@@ -1,0 +1,127 @@
+"""Frozen dataclasses as JSON and back, field by field, by their annotations: values that processes send each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+JsonObject: TypeAlias = Mapping[str, object]
+"""A parsed JSON object that is handed on unread; `from_json` reads one."""
+
+Value = TypeVar("Value")
+
+
+class HasJson(Protocol):
+    """A value that writes itself as a JSON object."""
+
+    def to_json(self) -> JsonObject: ...
+
+
+class TypedJsonError(ValueError):
+    """A JSON document is not what a type says; the message names the field."""
+
+
+def to_json(value: Any) -> Any:
+    """`value` as JSON: dataclasses become objects, paths text, tuples lists; a `to_json` method of its own comes first.
+
+    Raises TypeError for what JSON has no words for.
+    """
+    if dataclasses.is_dataclass(value) and not hasattr(value, "to_json"):
+        return {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if hasattr(value, "to_json"):
+        return value.to_json()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, Sequence):
+        return [to_json(item) for item in value]
+    raise TypeError(f"a {type(value).__name__} has no JSON")
+
+
+def from_json(kind: type[Value], document: object) -> Value:
+    """The value of dataclass `kind` that `to_json` wrote as `document`.
+
+    Raises TypedJsonError for a field that is unknown, missing without a default, or of another type.
+    """
+    return cast(Value, _read_dataclass(kind, document, kind.__name__))
+
+
+def _read_dataclass(kind: type, document: object, where: str) -> object:
+    if not isinstance(document, Mapping):
+        raise _mismatch(where, "an object", document)
+    hints = _field_types(kind)
+    unknown = document.keys() - hints.keys()
+    if unknown:
+        raise TypedJsonError(f"{where} has no field {min(unknown)!r}")
+    values = {name: _read(hints[name], value, f"{where}.{name}") for name, value in document.items()}
+    missing = _required_fields(kind) - values.keys()
+    if missing:
+        raise TypedJsonError(f"{where}.{min(missing)} is missing")
+    return kind(**values)
+
+
+def _read(kind: Any, value: object, where: str) -> Any:
+    """`value` as the type annotation `kind`; `where` names the field in errors."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return _read_optional(arguments, value, where)
+    if origin is tuple:
+        return tuple(_read_items(arguments[0], value, where))
+    if origin in (Mapping, dict):
+        return _read_mapping(arguments, value, where)
+    if hasattr(kind, "from_json"):
+        return kind.from_json(value)
+    if dataclasses.is_dataclass(kind):
+        return _read_dataclass(cast(type, kind), value, where)
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    if kind is float and type(value) in (int, float):
+        return float(cast(float, value))
+    if kind is object or kind is Any or type(value) is kind:
+        return value
+    raise _mismatch(where, getattr(kind, "__name__", str(kind)), value)
+
+
+def _read_optional(kinds: Sequence[Any], value: object, where: str) -> Any:
+    """`value` as one of `kinds`: a type and None."""
+    if value is None and types.NoneType in kinds:
+        return None
+    (kind,) = (kind for kind in kinds if kind is not types.NoneType)
+    return _read(kind, value, where)
+
+
+def _read_items(kind: Any, value: object, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise _mismatch(where, "a list", value)
+    return [_read(kind, item, f"{where}[{index}]") for index, item in enumerate(value)]
+
+
+def _read_mapping(arguments: Sequence[Any], value: object, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise _mismatch(where, "an object", value)
+    _, kind = arguments
+    return {key: _read(kind, item, f"{where}.{key}") for key, item in value.items()}
+
+
+def _mismatch(where: str, wanted: str, value: object) -> TypedJsonError:
+    return TypedJsonError(f"{where} must be {wanted}, not {str(value)[:80]!r}")
+
+
+@functools.cache
+def _field_types(kind: type) -> Mapping[str, Any]:
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+@functools.cache
+def _required_fields(kind: type) -> frozenset[str]:
+    missing = dataclasses.MISSING
+    fields = dataclasses.fields(kind)
+    return frozenset(f.name for f in fields if f.default is missing and f.default_factory is missing)

@@ -1,0 +1,117 @@
+"""Values that processes send each other: each type comes back as it was sent, and nothing else is taken for one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from phalanx.core.typed_json import JsonObject, TypedJsonError, from_json, to_json
+from phalanx.launch.end_record import EndRecord
+from phalanx.launch.messages import (
+    ORDERS,
+    REPORTS,
+    AttemptStarted,
+    EndRecorded,
+    EventRefused,
+    KillRanks,
+    Order,
+    PreloadBeginsCuda,
+    PreloadFailed,
+    Prepare,
+    RankExited,
+    Ready,
+    Report,
+    SendSignal,
+    ShowStacks,
+    StartFailed,
+    StartRanks,
+    StoreExited,
+)
+from phalanx.launch.reports import ErrorReport
+
+FAILED = ErrorReport("ValueError", "boom", "Traceback\n", 1, False, "ValueError: boom", False, 1.5, "user.py:3")
+SENT_ORDERS: list[Order] = [
+    Prepare(Path("/runs/é"), ("torch", "phalanx.run.rank"), ("/a", ""), None),
+    StartRanks(2, 8, "package.module:main", {"job": {"steps": [1, 2.5, None]}, "run_dir": "/r"}, "training"),
+    SendSignal(15),
+    ShowStacks((0, 3)),
+    KillRanks(),
+]
+SENT_REPORTS: list[Report] = [
+    Ready(1.25, 1),
+    PreloadFailed(FAILED),
+    PreloadBeginsCuda("cupy"),
+    AttemptStarted(0, (11, 12)),
+    StartFailed(FAILED),
+    EndRecorded(1, 0, EndRecord(1, FAILED)),
+    EndRecorded(1, 1, EndRecord(0)),
+    EventRefused(0, '{"event": "note"}'),
+    RankExited(0, 1, None, 9, True, 12.5),
+    RankExited(0, 1, 75, None, False, 12.5),
+    StoreExited(0, -6),
+]
+
+
+def test_every_message_comes_back_as_it_was_sent() -> None:
+    assert {type(order) for order in SENT_ORDERS} == set(get_args(Order))
+    assert {type(report) for report in SENT_REPORTS} == set(get_args(Report))
+    for order in SENT_ORDERS:
+        assert ORDERS.decode(ORDERS.encode(order)) == order
+    for report in SENT_REPORTS:
+        assert REPORTS.encode(report).count(b"\n") == 1
+        assert REPORTS.decode(REPORTS.encode(report)) == report
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ({"type": "Reboot"}, "'Reboot' is none of Ready, PreloadFailed"),
+        ({"type": "KillRanks"}, "'KillRanks' is none of"),  # an order is no report
+        ({"import_s": 1.0}, "None is none of"),
+        ([], "None is none of"),
+        ({"type": "Ready", "import_s": 1.0}, "Ready.num_threads is missing"),
+        ({"type": "Ready", "import_s": 1.0, "num_threads": 1, "more": 0}, "Ready has no field 'more'"),
+        ({"type": "Ready", "import_s": "1", "num_threads": 1}, "Ready.import_s must be float, not '1'"),
+        ({"type": "Ready", "import_s": True, "num_threads": 1}, "Ready.import_s must be float"),
+        ({"type": "AttemptStarted", "attempt": 0, "pids": [1, "2"]}, r"AttemptStarted.pids\[1\] must be int"),
+        ({"type": "AttemptStarted", "attempt": 0, "pids": 1}, "AttemptStarted.pids must be a list"),
+        ({"type": "EndRecorded", "attempt": 0, "rank": 0, "record": 5}, "EndRecorded.record must be an object"),
+    ],
+)
+def test_what_is_no_report_is_refused(line: Any, problem: str) -> None:
+    with pytest.raises(TypedJsonError, match=problem):
+        REPORTS.decode(json.dumps(line).encode())
+
+
+def test_a_message_of_another_direction_is_not_sent() -> None:
+    with pytest.raises(TypeError, match="Ready is none of Prepare"):
+        ORDERS.encode(Ready(1.0, 1))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Inner:
+    sizes: tuple[int, ...]
+    weights: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Outer:
+    where: Path
+    inner: tuple[Inner, ...]
+    unread: JsonObject
+    note: str | None = None
+
+
+def test_dataclasses_hold_dataclasses_paths_and_objects_that_are_not_read() -> None:
+    value = Outer(Path("a/b"), (Inner((1, 2), {"x": 0.5}),), {"any": [{"thing": None}]})
+    document = json.loads(json.dumps(to_json(value)))
+    assert from_json(Outer, document) == value
+    assert from_json(Outer, {key: document[key] for key in ("where", "inner", "unread")}) == value
+    with pytest.raises(TypedJsonError, match=r"Outer.inner\[0\].weights.x must be float"):
+        from_json(Outer, {**document, "inner": [{"sizes": [], "weights": {"x": "half"}}]})
+    with pytest.raises(TypeError, match="a set has no JSON"):
+        to_json({"sizes": {1, 2}})
