@@ -12,10 +12,6 @@ from pathlib import Path
 import torch
 
 import phalanx
-from phalanx.nn.build import build_model, build_objective
-from phalanx.observe.bus import Bus
-from phalanx.optim.build import build_optimizer
-from phalanx.resilience.guards import SkippedStepsGuard
 
 
 class Squares:
@@ -37,10 +33,10 @@ def main(run_dir: Path) -> phalanx.TrainState:
     job = phalanx.load_job(None, overrides)
     plan = phalanx.make_plan(job, num_ranks=1)
     with phalanx.open_mesh(plan.layout, device="cpu") as mesh:
-        model = phalanx.parallelize(build_model(job, plan.model_shape), plan, mesh, seed=job.run.seed)
-        optimizer = build_optimizer(model, job.optim)
+        model = phalanx.parallelize(phalanx.build_model(job, plan.model_shape), plan, mesh, seed=job.run.seed)
+        optimizer = phalanx.build_optimizer(model, job.optim)
         state = phalanx.TrainState(model, optimizer, job.run.seed)
-        bus = Bus(rank=mesh.rank, run_dir=run_dir)
+        bus = phalanx.Bus(rank=mesh.rank, run_dir=run_dir)
         trainer = phalanx.Trainer(
             job,
             plan,
@@ -48,8 +44,8 @@ def main(run_dir: Path) -> phalanx.TrainState:
             state,
             bus,
             data=Squares(plan),
-            objective=build_objective(job),
-            guards=(SkippedStepsGuard(limit=10),),
+            objective=phalanx.build_objective(job),
+            guards=(phalanx.SkippedStepsGuard(limit=10),),
             run_dir=run_dir,
         )
         print(trainer.run(), f"after {state.step} steps; checkpoints in {run_dir / 'checkpoints'}")

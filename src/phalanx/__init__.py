@@ -50,6 +50,11 @@ _HOME = {
     "load_weights": "phalanx.checkpoint.weights",
     "verify_job": "phalanx.verify.drive",
     "VerifyResult": "phalanx.verify.result",
+    "build_model": "phalanx.nn.build",
+    "build_objective": "phalanx.nn.build",
+    "build_optimizer": "phalanx.optim.build",
+    "Bus": "phalanx.observe.bus",
+    "SkippedStepsGuard": "phalanx.resilience.guards",
     "train_job": "phalanx.run.train_job",
     "resume_job": "phalanx.run.train_job",
     "RunResult": "phalanx.run.train_job",
@@ -65,11 +70,15 @@ if TYPE_CHECKING:
     from phalanx.job.schema import Job
     from phalanx.mesh.logical import LogicalShard
     from phalanx.mesh.mesh import Mesh, open_mesh, running_ranks
+    from phalanx.nn.build import build_model, build_objective
+    from phalanx.observe.bus import Bus
+    from phalanx.optim.build import build_optimizer
     from phalanx.parallel.model import ParallelModel
     from phalanx.parallel.parallelize import parallelize
     from phalanx.plan.layout import Layout
     from phalanx.plan.plan import Plan
     from phalanx.plan.planner import make_plan
+    from phalanx.resilience.guards import SkippedStepsGuard
     from phalanx.run.train_job import RunResult, resume_job, train_job
     from phalanx.train.state import TrainState
     from phalanx.train.trainer import Trainer

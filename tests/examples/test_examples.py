@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from commands import TINY, Done, environment, events, finish, loss_curve, start, write_text
+from commands import TINY, Done, environment, events, finish, forked_ranks, loss_curve, start, write_text
 from phalanx.checkpoint.best import read_best
 from phalanx.checkpoint.manifest import list_checkpoints
 from phalanx.observe.events import EvalFinished, Note, StepFinished
@@ -58,6 +58,23 @@ def test_the_trainer_as_a_library(tmp_path: Path) -> None:
     curve = loss_curve(tmp_path)
     assert list(curve) == list(range(1, 41))
     assert curve[40] < curve[1] - 0.5
+
+
+def test_training_from_python(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It finishes, goes on, and says where the newest checkpoint is."""
+    source = write_text(tmp_path / "text")
+    more = [f"data.source={source}", "eval.tokens=0", "train.sample_tokens=0", "observe.sinks=[]", "parallel.ranks=2"]
+    with forked_ranks():
+        result = load("train_from_python").main(str(tmp_path / "run"), more)
+    assert (result.status, result.exit_code, result.last_step) == ("finished", 0, 60)
+    assert result.newest_checkpoint == str(tmp_path / "run" / "checkpoints" / "step-60")
+    out = capfd.readouterr().out
+    assert out.splitlines()[-1] == (
+        f"dp_replicate=2: step 60, loss {loss_curve(tmp_path / 'run')[30]:.3f} -> {result.metrics['loss']:.3f}, "
+        f"{result.newest_checkpoint}"
+    )
+    assert out.count("step 30/30") == 1
+    assert "step 60/60" not in out, "the second run is quiet"
 
 
 def test_your_own_model_under_phalanx_train(tmp_path: Path) -> None:

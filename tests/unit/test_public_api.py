@@ -10,6 +10,7 @@ import pytest
 import phalanx
 
 NAMES = [
+    "Bus",
     "Job",
     "Layout",
     "LogicalShard",
@@ -17,17 +18,24 @@ NAMES = [
     "ParallelModel",
     "PhalanxError",
     "Plan",
+    "RunResult",
+    "SkippedStepsGuard",
     "TrainState",
     "Trainer",
     "VerifyResult",
     "__version__",
+    "build_model",
+    "build_objective",
+    "build_optimizer",
     "load_job",
     "load_weights",
     "make_plan",
     "open_mesh",
     "parallelize",
+    "resume_job",
     "running_ranks",
     "shard_rules",
+    "train_job",
     "verify_job",
 ]
 

@@ -7,6 +7,8 @@ import os
 import sys
 from typing import TextIO
 
+from phalanx.core.terminal import filtered
+
 
 def open_closed_streams() -> None:
     """Where we were started without an input or output (`>&-`), nothing else may take its number, and Python writes."""
@@ -29,10 +31,11 @@ def silence(stream: TextIO) -> None:
 
 
 def say(*lines: str) -> None:
-    """Print lines of a run that goes on even if nobody can read them."""
+    """Print lines of a run that goes on even if nobody can read them. They are filtered: see `core.terminal`."""
+    stream = filtered(sys.stdout)
     try:
         for line in lines:
-            print(line)
-        sys.stdout.flush()
+            print(line, file=stream)
+        stream.flush()
     except OSError:
-        silence(sys.stdout)
+        silence(stream)

@@ -67,7 +67,12 @@ class _Bytes(io.RawIOBase):
 
 def filter_output() -> None:
     """Have standard output and error filtered from here on, once however often it is asked for."""
-    sys.stdout, sys.stderr = (cast(TextIO, SafeStream(unfiltered(stream))) for stream in (sys.stdout, sys.stderr))
+    sys.stdout, sys.stderr = filtered(sys.stdout), filtered(sys.stderr)
+
+
+def filtered(stream: TextIO) -> TextIO:
+    """The stream behind the filter, once however often it is asked for."""
+    return cast(TextIO, SafeStream(unfiltered(stream)))
 
 
 @contextlib.contextmanager

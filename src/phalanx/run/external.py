@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -64,7 +63,7 @@ def train_as_rank(
     began_s, ranks = process_began_s(), launched.mine  # each of them imports torch by itself
     store = DecisionStore(job, ranks)
     if ranks.rank != 0:
-        return _follow(job, ranks, store, began_s)
+        return _follow(job, ranks, store, began_s, output)
     is_restart = ranks.attempt > 0 and (run_dir / JOB_FILE).exists()
     resume = resumed is not None or is_restart
     try:
@@ -129,7 +128,7 @@ def _set_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
             signal.signal(number, handler)
 
 
-def _follow(job: Job, ranks: RankEnv, store: DecisionStore, began_s: float) -> RunEnd:
+def _follow(job: Job, ranks: RankEnv, store: DecisionStore, began_s: float, output: RunOutput) -> RunEnd:
     """Train as a rank other than 0. What it must not say itself is in the result: rank 0 says it."""
     decision = store.read()
     run_dir = Path(decision.run_dir)
@@ -144,6 +143,6 @@ def _follow(job: Job, ranks: RankEnv, store: DecisionStore, began_s: float) -> R
         code = store.run_rank(run)
     except PhalanxError as error:
         if ranks.local_rank == 0:  # another node: rank 0's words are not on this terminal
-            print(f"phalanx: rank {ranks.rank}: {error}", file=sys.stderr)
+            output.warn(f"phalanx: rank {ranks.rank}: {error}")
         return RunEnd(run_dir, "failed", int(error.exit_code), str(error), plan, error, ranks.rank)
     return RunEnd(run_dir, STATUS.get(code, "failed"), int(code), "", plan, rank=ranks.rank)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from phalanx.core import output
+from phalanx.core.terminal import filtered
 from phalanx.job.schema import Job
 from phalanx.observe.console import Console, open_console
 from phalanx.observe.units import units_of
@@ -13,7 +14,8 @@ from phalanx.observe.units import units_of
 class RunOutput:
     """Standard output and error as they are when something is said; nothing at all if `quiet`.
 
-    A stream that nobody reads any more takes no run with it.
+    What is said is filtered, also in a script or a notebook: a model's or a data source's name may be a stranger's. A
+    stream that nobody reads any more takes no run with it.
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
@@ -27,12 +29,12 @@ class RunOutput:
     def warn(self, text: str) -> None:
         """Print on standard error why a run did not finish."""
         if not self._is_quiet:
-            print(text, file=sys.stderr)
+            print(text, file=filtered(sys.stderr))
 
     def open_console(self, job: Job) -> Console:
         """The console that shows the steps of `job` while it trains."""
         return open_console(
-            None if self._is_quiet else sys.stdout,
+            None if self._is_quiet else filtered(sys.stdout),
             total_steps=job.train.steps,
             log_every=job.observe.log_every,
             units=units_of(job.to_json()),
