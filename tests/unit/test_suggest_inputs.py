@@ -17,8 +17,9 @@ from phalanx.job.schema import Job
 from phalanx.job.shape import Measured, measured_shape
 from phalanx.plan.planner import make_plan
 from phalanx.run.one_process.rows_probe import sample_batch
+from phalanx.suggest.search import suggest_rules
+from phalanx.suggest.suggestion import Suggestion
 from phalanx.verify.cases import SMALL_VOCAB
-from phalanx.verify.suggest import Suggestion, suggest
 
 SHAPE = measured_shape("x", 0, Measured(200, 200, 200, 0))
 
@@ -137,7 +138,7 @@ def suggestion(name: str, **shapes: list[int]) -> Suggestion:
     }
     job = Job.model_validate(body)
     plan = make_plan(job, cluster=CPU, shape=SHAPE, vocab_size=SMALL_VOCAB)
-    return suggest(job, plan, sample_batch(job, plan), is_made_up=not shapes)
+    return suggest_rules(job, plan, sample_batch(job, plan), is_made_up=not shapes)
 
 
 @pytest.mark.parametrize("shapes", [{"inputs": [1, 8, 8]}, {}])

@@ -45,9 +45,9 @@ def command(
             _list_models(as_json)
             return 0
         if suggest:
-            from phalanx.cli._suggest import suggest_rules
+            from phalanx.cli._suggest import print_suggestion
 
-            return suggest_rules(arguments or [], model, verify_too=judge, as_json=as_json)
+            return print_suggestion(arguments or [], model, verify_too=judge, as_json=as_json)
         if model is not None or judge:
             raise UsageError(
                 "--model and --verify are for --suggest-rules", fix="write model.kind=NAME, or phalanx verify"

@@ -1,108 +1,24 @@
-"""Which linear layers of a module feed which others, and which of their features: seen by gradients, not by names.
-
-A forward is run once with the output of each linear layer cut off from what made it. A gradient from the input of one
-layer then reaches the outputs of those that feed it with no other layer between, and of these the features it needs.
-"""
+"""How a row and the columns that feed it can be cut alike: by features, by heads or by groups of heads."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import nn
-from torch.utils._pytree import tree_leaves
 
-from phalanx.mesh.linear import is_linear
-from phalanx.mesh.logical import full_name
+from phalanx.suggest.flow import Flow, sum_mixed
 
 NUM_SAMPLES = 12  # features of a row's input that are followed back
 MOST_FOLLOWED = 2048  # features, where all of them must be
 
 
-@dataclass
-class Flow:
-    """One forward. Of each layer: what went in, and what came out, cut off; of layers that were called once."""
-
-    inputs: dict[str, torch.Tensor] = field(default_factory=dict)
-    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
-    called_often: set[str] = field(default_factory=set)
-    looked_up: dict[str, torch.Tensor] = field(default_factory=dict)  # embedding -> ids
-    result: Any = None
-
-    def feeders(self, tensor: torch.Tensor) -> set[str]:
-        """Names of the layers (and embeddings) whose outputs reach `tensor` directly."""
-        if not tensor.requires_grad or not self.outputs:
-            return set()
-        names = list(self.outputs)
-        wanted = [self.outputs[name] for name in names]
-        if any(tensor is out for out in wanted):
-            return {name for name, out in self.outputs.items() if out is tensor}
-        grads = torch.autograd.grad(_mixed(tensor), wanted, allow_unused=True, retain_graph=True)
-        return {name for name, grad in zip(names, grads, strict=True) if grad is not None and bool(grad.any())}
-
-    def result_feeders(self) -> set[str]:
-        """Of what the module returns."""
-        found: set[str] = set()
-        for leaf in tree_leaves(self.result):
-            if not isinstance(leaf, torch.Tensor) or isinstance(leaf, nn.Parameter):
-                continue
-            if leaf.is_floating_point() or leaf.is_complex():
-                found |= self.feeders(leaf)
-        return found
-
-
-def watch(module: nn.Module, call: Callable[[], Any]) -> Flow:
-    """Run `call`, a forward of `module`, with every linear layer and embedding cut off behind."""
-    flow = Flow()
-
-    def note(name: str, part: nn.Module, args: Any, output: Any) -> Any:
-        if name in flow.outputs or name in flow.called_often or not isinstance(output, torch.Tensor) or not args:
-            flow.called_often.add(name)
-            return None
-        if isinstance(part, nn.Embedding):
-            flow.looked_up[name] = args[0]
-        else:
-            flow.inputs[name] = args[0]
-        flow.outputs[name] = output.detach().requires_grad_()
-        return flow.outputs[name]
-
-    with _hooks(module, lambda part: is_linear(part) or isinstance(part, nn.Embedding), note):
-        flow.result = call()
-    for name in flow.called_often:
-        flow.inputs.pop(name, None)
-    return flow
-
-
-@contextmanager
-def _hooks(module: nn.Module, wanted: Callable[[nn.Module], bool], note: Callable[..., Any]) -> Iterator[None]:
-    handles = [
-        part.register_forward_hook(functools.partial(note, full_name(name)))
-        for name, part in module.named_modules()
-        if wanted(part)
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _mixed(tensor: torch.Tensor) -> torch.Tensor:
-    """A sum with weights of its own for each element, so that nothing cancels."""
-    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    generator = torch.Generator().manual_seed(3)
-    weights = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) + 0.5
-    return (tensor * weights.to(tensor.dtype)).sum()
-
-
 def needed(flow: Flow, row: str, columns: Sequence[str], feature: int) -> list[list[int]]:
     """Of each column's output the features that feature `feature` of the row's input depends on."""
     outputs = [flow.outputs[name] for name in columns]
-    grads = torch.autograd.grad(_mixed(flow.inputs[row][..., feature]), outputs, allow_unused=True, retain_graph=True)
+    grads = torch.autograd.grad(
+        sum_mixed(flow.inputs[row][..., feature]), outputs, allow_unused=True, retain_graph=True
+    )
     return [
         [] if grad is None else torch.nonzero(grad.flatten(0, -2).abs().sum(0)).flatten().tolist() for grad in grads
     ]

@@ -1,4 +1,4 @@
-"""Inputs for a module of which nobody gives samples: by the layers that say what they take."""
+"""Makes up inputs for a module without samples, from the layers whose input shapes are known."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from phalanx.verify.reference import Batch
+from phalanx.run.one_process.plain_loss import Batch
 
 NUM_ROWS = 2
 MAX_SHAPES = 12  # a module is built anew for each
 SIDE, LENGTH = 32, 8  # of an image, of a sequence
 
 
-def fitting_batches(module: nn.Module) -> Iterator[Batch]:
-    """Numbers that a layer of the module takes, as a row of features, a sequence of them or an image: by the layers
-    that say what they take, in the order in which the module has them, which need not be that of its forward.
+def make_fitting_batches(module: nn.Module) -> Iterator[Batch]:
+    """Batches of random numbers in the input shape of each layer: features, sequences or images.
+
+    They come in the order in which the module has its layers, which need not be that of its forward.
     """
     tried: set[tuple[int, ...]] = set()
     for part in module.modules():
-        for shape in _shapes_for(part):
+        for shape in _list_input_shapes(part):
             if shape in tried or len(tried) == MAX_SHAPES:
                 continue
             tried.add(shape)
@@ -29,7 +30,7 @@ def fitting_batches(module: nn.Module) -> Iterator[Batch]:
             yield {"inputs": torch.randn(NUM_ROWS, *shape, generator=generator)}
 
 
-def _shapes_for(part: nn.Module) -> list[tuple[int, ...]]:
+def _list_input_shapes(part: nn.Module) -> list[tuple[int, ...]]:
     if isinstance(part, _ConvNd):
         return [(part.in_channels, *(SIDE,) * len(part.kernel_size))]
     if isinstance(part, nn.Linear):

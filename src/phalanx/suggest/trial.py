@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,24 +17,11 @@ from phalanx.mesh.logical import full_name
 from phalanx.mesh.tensor_group import TensorGroup
 from phalanx.parallel import tp as tensor_parallel
 from phalanx.plan.rules import parse_rules
-from phalanx.verify.suggest_flow import Cutting
+from phalanx.suggest.cutting import Cutting
+from phalanx.suggest.visit import Visit
 
 TOLERANCE = 1e-6
 MOST_COUNTS = 7
-
-
-@dataclass
-class Visit:
-    """How one module was called in a forward, with some layers inside cut off behind."""
-
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    entered: torch.Tensor | None = None  # the first argument of activations, cut off before
-    output: Any = None
-    row_input: torch.Tensor | None = None
-    row_output: torch.Tensor | None = None  # as it was made
-    column_inputs: list[torch.Tensor] = field(default_factory=list)
-    num_calls: int = 0
 
 
 class _Alone(TensorGroup):
@@ -55,7 +42,7 @@ class Trial:
     refused: str = ""
 
 
-def try_out(home: nn.Module, names: Sequence[str], cutting: Cutting, visit: Visit) -> Trial:
+def try_cutting(home: nn.Module, names: Sequence[str], cutting: Cutting, visit: Visit) -> Trial:
     """`home` holds the columns and, last, the row: `names` are theirs within it. `visit` is a call of it."""
     texts = dict(zip(names, (*cutting.columns, cutting.row), strict=True))
     refused = ""

@@ -1,0 +1,1 @@
+"""Proposes sharding rules for a module by looking at what it computes."""

@@ -1,0 +1,88 @@
+"""Proposes sharding rules for the model of a job, in a process of its own. Torch-free."""
+
+from __future__ import annotations
+
+import json
+
+from phalanx.core.errors import LayoutError, PhalanxError
+from phalanx.core.files import read_json
+from phalanx.data.prepare import prepare_corpus
+from phalanx.job.foreign import foreign_shape
+from phalanx.job.own_dataset import is_own_dataset
+from phalanx.job.schema import Job
+from phalanx.launch.paths import next_attempt
+from phalanx.launch.supervisor import LaunchSpec, Outcome, supervise
+from phalanx.observe.bus import Bus
+from phalanx.plan.cluster import detect_cluster
+from phalanx.plan.plan import Plan
+from phalanx.plan.planner import make_plan
+from phalanx.run.scratch import Scratch, scratch_directory
+from phalanx.suggest.suggestion import SUGGESTION_FILE, Suggestion
+from phalanx.verify.cases import SMALL_VOCAB, judged_job
+
+
+def suggest_rules_for(job: Job) -> Suggestion:
+    """Sharding rules for the job's model, found by running its forward in another process.
+
+    Raises LayoutError where no rules can be suggested, and PhalanxError for what else a user can
+    mend.
+    """
+    job = _simplify_job(job)
+    plan = make_plan(
+        job,
+        cluster=detect_cluster("cpu"),
+        vocab_size=SMALL_VOCAB,
+        num_ranks=1,
+        shape=foreign_shape(job),
+    )
+    with scratch_directory("suggest") as scratch:
+        outcome = _run_rank(job, plan, scratch)
+        answer = scratch.directory / SUGGESTION_FILE
+        if not answer.exists():
+            _raise_refusal(outcome, scratch)
+        return Suggestion.from_json(read_json(answer))
+
+
+def _simplify_job(job: Job) -> Job:
+    """The job on one rank, with neither a layout nor rules."""
+    body = judged_job(job, 1).to_json()
+    axes = ("tp", "dp_replicate", "dp_shard", "zero_stage", "sequence_parallel")
+    body["parallel"] |= dict.fromkeys(axes, None)
+    body["parallel"] |= {"ranks": 1, "rules": {}}
+    return Job.model_validate_json(json.dumps(body))
+
+
+def _run_rank(job: Job, plan: Plan, scratch: Scratch) -> Outcome:
+    run_dir, data_dir = scratch.directory, ""
+    if is_own_dataset(job.data.source) and not job.data.mixture:
+        data_dir = str(prepare_corpus(job.data, run_dir / "data", vocab_size=None).directory)
+    spec = LaunchSpec(
+        entry="phalanx.suggest.rank:main",
+        payload={
+            "job": job.to_json(),
+            "plan": plan.to_json(),
+            "run_dir": str(run_dir),
+            "data_dir": data_dir,
+        },
+        num_ranks=1,
+        run_dir=run_dir,
+        preload=("torch", "phalanx.suggest.rank"),
+        stepless="looking at the module",
+        grace_s=1.0,
+    )
+    bus = Bus(rank=-1, attempt=next_attempt(run_dir), run_dir=run_dir)
+    try:
+        return supervise(spec, bus=bus, say=lambda line: None)
+    finally:
+        bus.close()
+
+
+def _raise_refusal(outcome: Outcome, scratch: Scratch) -> None:
+    """Raise the PhalanxError of a rank that wrote no suggestion."""
+    refusal = scratch.refusal_of(outcome)
+    if refusal is not None and not isinstance(refusal, LayoutError):
+        raise refusal
+    message = scratch.message_of(outcome)
+    if outcome.exit_code in (LayoutError.exit_code, 1):
+        raise LayoutError("no rules can be suggested", why=message)
+    raise PhalanxError(message)

@@ -1,0 +1,105 @@
+"""Rules of a module's two ends: embeddings that look up tokens, and heads whose output it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from phalanx.mesh.linear import is_linear
+from phalanx.nn.objective import CausalOutput
+from phalanx.suggest.observed import ObservedModule
+from phalanx.suggest.suggestion import Reasoned
+from phalanx.suggest.surroundings import find_tensors
+
+SMALL_HEAD = 128  # outputs: fewer are not worth a cut
+
+
+@dataclass
+class EndRules:
+    """`rules`: name -> (rule, why). `whole`: name of an embedding or head that stays whole -> why."""
+
+    rules: dict[str, Reasoned] = field(default_factory=dict)
+    whole: dict[str, str] = field(default_factory=dict)
+
+
+def find_end_rules(observed: ObservedModule, rules: Mapping[str, Reasoned]) -> EndRules:
+    """Rules for embeddings and heads, beside the `rules` that layers have already."""
+    heads = _find_heads(observed, rules)
+    ends = EndRules()
+    for name, looked_up in observed.flow.looked_up.items():
+        refusal = _refuse_embedding(observed, name, looked_up, heads)
+        if refusal:
+            ends.whole[name] = refusal
+            continue
+        ends.rules[name] = ("vocab", "it looks up the tokens")
+        for holder in observed.find_holders(observed.parts[name].weight):
+            if holder != name:
+                ends.rules[holder] = heads[holder]
+    ruled = {**rules, **ends.rules}
+    vocab_sizes = {observed.parts[name].weight.shape[0] for name in observed.flow.looked_up if name in ruled}
+    for name, rule in heads.items():
+        weight = observed.parts[name].weight
+        holders = [holder for holder in observed.find_holders(weight) if holder != name]
+        is_tied_to_whole = any(holder not in rules and holder not in ends.rules for holder in holders)
+        if name in rules or name in ends.rules or is_tied_to_whole:
+            continue
+        if weight.shape[0] >= SMALL_HEAD or weight.shape[0] in vocab_sizes:
+            ends.rules[name] = rule
+        else:
+            ends.whole[name] = f"a head of {weight.shape[0]} outputs is not worth a cut"
+    return ends
+
+
+def _refuse_embedding(
+    observed: ObservedModule,
+    name: str,
+    looked_up: torch.Tensor,
+    heads: Mapping[str, Reasoned],
+) -> str:
+    """Why an embedding stays whole; "" if its vocabulary can be cut."""
+    part = observed.parts[name]
+    token_ids = observed.batch.get("inputs")
+    if token_ids is None or looked_up.shape != token_ids.shape or not (looked_up == token_ids).all():
+        return "it does not look up the tokens of the batch"
+    has_options = part.max_norm or part.sparse or part.scale_grad_by_freq
+    if name in observed.flow.called_often or has_options:
+        return "it is called more than once, or has an option that parts do not have"
+    other_holders = [holder for holder in observed.find_holders(part.weight) if holder != name]
+    if any(holder not in heads for holder in other_holders):
+        return f"its weight is also that of {other_holders[0]}, which is no head"
+    return ""
+
+
+def _find_heads(observed: ObservedModule, rules: Mapping[str, Reasoned]) -> dict[str, Reasoned]:
+    """The rules of linear layers whose output the module returns."""
+    flow, result = observed.flow, observed.flow.result
+    if isinstance(result, CausalOutput):
+        return _find_objective_heads(observed, result)
+    consumed: set[str] = set()
+    for layer_input in flow.inputs.values():
+        consumed |= flow.find_feeders(layer_input)
+    heads: dict[str, Reasoned] = {}
+    for name, output in flow.outputs.items():
+        is_candidate = name not in rules and name not in consumed
+        if not is_candidate or not isinstance(observed.parts[name], nn.Linear):
+            continue
+        if output is result:
+            heads[name] = ("vocab", "the module returns its logits")
+        elif any(leaf is output for leaf in find_tensors(result)):
+            heads[name] = ("column gather", "its logits are a part of what the module returns")
+    return heads
+
+
+def _find_objective_heads(observed: ObservedModule, result: CausalOutput) -> dict[str, Reasoned]:
+    """The rules of the layers that hold the head's weight, which the objective multiplies by."""
+    heads: dict[str, Reasoned] = {}
+    for name, part in observed.parts.items():
+        if getattr(part, "weight", None) is not result.head_VD:
+            continue
+        is_known = is_linear(part) or isinstance(part, nn.Embedding)
+        if is_known or name not in observed.flow.outputs:
+            heads[name] = ("vocab", "the objective multiplies by it")
+    return heads

@@ -1,0 +1,34 @@
+"""One rule for all blocks of a module, where they agree: names of modules become patterns with stars."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+
+from phalanx.plan.rules import matches
+from phalanx.suggest.suggestion import Reasoned
+
+
+def group_by_pattern(rules: Mapping[str, Reasoned], parts: Mapping[str, nn.Module]) -> dict[str, Reasoned]:
+    """The rules by pattern: one line for all blocks if they agree and the pattern matches no other module, else one
+    for each.
+    """
+    by_pattern: dict[str, Reasoned] = {}
+    for name, rule in rules.items():
+        for pattern in _list_patterns(name):
+            matching = [other for other in parts if matches(pattern, other)]
+            texts = {rules[other][0] if other in rules else "" for other in matching}
+            if texts == {rule[0]}:
+                by_pattern.setdefault(pattern, rule)
+                break
+    return by_pattern
+
+
+def _list_patterns(name: str) -> Iterator[str]:
+    """layers.0.experts.1 -> layers.*.experts.*, layers.*.experts.1, layers.0.experts.1."""
+    steps = name.split(".")
+    indices = [index for index, step in enumerate(steps) if step.isdigit()]
+    for num_numbers in range(len(indices) + 1):
+        starred = set(indices[: len(indices) - num_numbers])
+        yield ".".join("*" if index in starred else step for index, step in enumerate(steps))

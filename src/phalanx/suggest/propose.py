@@ -1,0 +1,154 @@
+"""Sharding rules for a user's module, found by looking at what it computes; each cut is tried before it is proposed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from phalanx.mesh.linear import is_linear
+from phalanx.plan.coverage import pattern_of
+from phalanx.run.one_process.plain_loss import Batch
+from phalanx.suggest.cutting import Cutting, find_cutting
+from phalanx.suggest.ends import find_end_rules
+from phalanx.suggest.layer_groups import LayerGroup, find_layer_groups
+from phalanx.suggest.observed import ObservedModule
+from phalanx.suggest.patterns import group_by_pattern
+from phalanx.suggest.suggestion import Reasoned, Suggestion
+from phalanx.suggest.surroundings import find_surroundings
+from phalanx.suggest.trial import Trial, try_cutting
+from phalanx.suggest.visit import drops_between, record_visit
+
+
+def propose_rules(module: nn.Module, batch: Batch) -> Suggestion:
+    """The rules for a module, which is run with `batch`: pairs of layers first, then embedding and head."""
+    proposer = _RuleProposer(ObservedModule(module, batch))
+    for group in find_layer_groups(proposer.observed):
+        proposer.add_group(group)
+    return proposer.suggest()
+
+
+class _RuleProposer:
+    """Collects the rules of one module by the name of the layer, and the reasons of layers that stay whole."""
+
+    def __init__(self, observed: ObservedModule) -> None:
+        self.observed = observed
+        self._rules: dict[str, Reasoned] = {}
+        self._whole: dict[str, str] = {}
+        # Blocks are alike: what one of them gave, a group or a refusal, holds for the others.
+        self._outcomes: dict[Any, LayerGroup | str] = {}
+
+    def add_group(self, group: LayerGroup) -> None:
+        """Add the rules of a group, or the reason why its layers stay whole."""
+        parts = self.observed.parts
+        key = (
+            tuple(pattern_of(name) for name in group.names),
+            tuple(tuple(parts[name].weight.shape) for name in group.names),
+        )
+        if key not in self._outcomes:
+            self._outcomes[key] = self._try_group(group) or group
+        outcome = self._outcomes[key]
+        if isinstance(outcome, str):
+            self._whole |= dict.fromkeys(group.names, outcome)
+        elif outcome is not group:
+            self._copy_rules(outcome, group)
+
+    def suggest(self) -> Suggestion:
+        """The suggestion of the groups so far, with embedding, head and what stays whole."""
+        ends = find_end_rules(self.observed, self._rules)
+        self._rules |= ends.rules
+        self._whole |= ends.whole
+        for name, part in self.observed.parts.items():
+            is_cuttable = is_linear(part) or isinstance(part, nn.Embedding)
+            if is_cuttable and name not in self._rules:
+                self._whole.setdefault(name, self._explain_whole(name))
+            if isinstance(part, nn.MultiheadAttention):
+                self._whole[name] = "torch's own attention multiplies by its matrices itself"
+        suggestion = Suggestion(group_by_pattern(self._rules, self.observed.parts))
+        if not self._rules:
+            suggestion.why_none = self._explain_none()
+        for name, why in self._whole.items():
+            suggestion.whole.setdefault(pattern_of(name), why)
+        return suggestion
+
+    def _explain_none(self) -> str:
+        parts = self.observed.parts.values()
+        holders = {type(part).__name__ for part in parts if list(part.parameters(recurse=False))}
+        if not holders:
+            return "the module has no parameters"
+        if any(is_linear(part) or isinstance(part, nn.Embedding) for part in parts):
+            return ""  # of each it is said why it stays whole
+        return (
+            "rules cut linear layers and embeddings, and its parameters are those of "
+            f"{', '.join(sorted(holders))}; parallel.dp_shard shards parameters of any module"
+        )
+
+    def _explain_whole(self, name: str) -> str:
+        if name in self.observed.flow.called_often:
+            return "it is called more than once in a forward"
+        if name not in self.observed.flow.outputs:
+            return "a forward never calls it"
+        return "no pair of layers was found in which one feeds another alone"
+
+    def _copy_rules(self, first: LayerGroup, group: LayerGroup) -> None:
+        """Give a group the rules of the first one that is like it, in another block."""
+        pairs = zip((*first.names, first.home), (*group.names, group.home), strict=True)
+        translated = dict(pairs)
+        for name, rule in list(self._rules.items()):
+            is_inside = name == first.home or name.startswith(f"{first.home}.")
+            if first.home and is_inside:
+                self._rules.setdefault(group.home + name[len(first.home) :], rule)
+            elif name in translated:
+                self._rules.setdefault(translated[name], rule)
+
+    def _try_group(self, group: LayerGroup) -> str:
+        """Add the rules of a group; returns why it has none, or ""."""
+        observed = self.observed
+        home_pattern = pattern_of(group.home)
+        if drops_between(observed, group):
+            place = home_pattern or "the module itself"
+            return f"{place} drops at random between its matrices: look again with 0 for that in model.args"
+        cutting = find_cutting(observed.flow, group.row, group.columns)
+        if cutting is None:
+            return f"what {pattern_of(group.row)} takes in depends on all features, not on those of a head alone"
+        visit = record_visit(observed, group)
+        if visit.num_calls != 1:
+            return f"{home_pattern} is called {visit.num_calls} times in a forward"
+        layer_names = [group.shorten(name) for name in group.names]
+        trial = try_cutting(observed.parts[group.home], layer_names, cutting, visit)
+        if trial.refused:
+            return trial.refused
+        surroundings = find_surroundings(observed, group, visit)
+        if surroundings.refused:
+            return surroundings.refused
+        rules = dict(surroundings.rules)
+        home_rule = _join_home_rule(rules.pop(group.home, ("replicate", "")), trial)
+        if home_rule is not None:
+            if self._rules.get(group.home):
+                return f"{home_pattern} has another cut inside"
+            self._rules[group.home] = home_rule
+        for name, rule in rules.items():
+            self._rules.setdefault(name, rule)
+        self._add_layer_rules(group, cutting)
+        return ""
+
+    def _add_layer_rules(self, group: LayerGroup, cutting: Cutting) -> None:
+        row_name = group.shorten(group.row)
+        for name, text in zip(group.columns, cutting.columns, strict=True):
+            why = f"{group.shorten(name)} feeds {row_name} alone, {cutting.why}"
+            self._rules[name] = (text, why)
+        column_names = ", ".join(group.shorten(name) for name in group.columns)
+        verb = "puts" if len(group.columns) == 1 else "put"
+        self._rules[group.row] = (cutting.row, f"takes what {column_names} {verb} out")
+
+
+def _join_home_rule(home_rule: Reasoned, trial: Trial) -> Reasoned | None:
+    """The rule of a home, with the counts that a trial found to be divided; None if it needs none."""
+    kind, why = home_rule
+    if not trial.divide:
+        return home_rule if kind != "replicate" else None
+    counts = ", ".join(trial.divide)
+    verb = "counts" if len(trial.divide) == 1 else "count"
+    reasons = [why] if why else []
+    reasons.append(f"{counts} {verb} what is cut")
+    return f"{kind} divide={','.join(trial.divide)}", "; ".join(reasons)

@@ -1,0 +1,89 @@
+"""Builds a job's module, finds a batch and a type in which its forward runs, and proposes rules for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from phalanx.core.errors import LayoutError
+from phalanx.job.schema import Job
+from phalanx.nn.probe import one_line
+from phalanx.parallel.calling import call_with_batch, describe_batch
+from phalanx.plan.plan import Plan
+from phalanx.run.one_process.original_module import build_untouched
+from phalanx.run.one_process.plain_loss import Batch
+from phalanx.suggest.made_up_inputs import make_fitting_batches
+from phalanx.suggest.propose import propose_rules
+from phalanx.suggest.suggestion import Suggestion
+from phalanx.verify.batches import as_dtype
+
+NUM_ROWS = 2
+
+
+def suggest_rules(job: Job, plan: Plan, batch: Batch, *, is_made_up: bool = False) -> Suggestion:
+    """Propose rules by a forward in float64, or in float32 where the module does not have that.
+
+    A batch that `is_made_up` is token ids, or images; a module that takes neither is fed by its
+    first layer. Raises LayoutError for a module whose forward runs with none of these batches.
+    """
+    batches = [batch]
+    if is_made_up:
+        batches += make_fitting_batches(_build_module(job, plan, "float32"))
+    failure = ""
+    for number, candidate in enumerate(batches):
+        for dtype in ("float64", "float32"):
+            module = _build_module(job, plan, dtype)
+            first_rows = _take_rows(candidate, dtype)
+            try:
+                args, kwargs = call_with_batch(module, first_rows)
+                module(*args, **kwargs)
+            except LayoutError:
+                if number == 0:
+                    raise
+                continue
+            except Exception as error:
+                failure = failure if number else one_line(error)  # of the batch that was given
+                continue
+            suggestion = propose_rules(module, first_rows)
+            if number == 0:
+                return suggestion
+            return replace(suggestion, fed_with=describe_batch(first_rows))
+    raise _build_refusal(job, batch, failure, is_made_up)
+
+
+def _build_refusal(job: Job, batch: Batch, failure: str, is_made_up: bool) -> LayoutError:
+    shapes = describe_batch({key: tensor[:NUM_ROWS] for key, tensor in batch.items()})
+    if is_made_up:
+        return LayoutError(
+            f"{job.model.kind} cannot be tried with {shapes}, which are made up",
+            why=failure,
+            fix='give its dataset, data.source = "package.module:factory": its samples are what the forward takes',
+        )
+    return LayoutError(
+        f"{job.model.kind} cannot be tried with {shapes}",
+        why=failure,
+        fix="the forward must run with a batch of the dataset, in evaluation mode on a CPU",
+    )
+
+
+def _take_rows(batch: Batch, dtype: str) -> Batch:
+    """The first rows of a batch, with its floating-point tensors in `dtype`."""
+    first_rows = {key: tensor[:NUM_ROWS] for key, tensor in batch.items()}
+    return as_dtype([[first_rows]], getattr(torch, dtype))[0][0]
+
+
+def _build_module(job: Job, plan: Plan, dtype: str) -> nn.Module:
+    module, _ = build_untouched(job, plan, dtype, materialize=True)
+    _add_noise(module)
+    return module.eval()
+
+
+@torch.no_grad()
+def _add_noise(module: nn.Module) -> None:
+    """Add noise to each parameter: weights that begin as zeros would hide which layer feeds which."""
+    generator = torch.Generator().manual_seed(7)
+    for parameter in module.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.add_(0.02 * noise.to(parameter.dtype))

@@ -1,0 +1,35 @@
+"""The rules that are proposed for a module. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+SUGGESTION_FILE = "suggested.json"
+Reasoned = tuple[str, str]
+"""(rule, why)."""
+
+
+@dataclass
+class Suggestion:
+    """Sharding rules for a module, with the reason of each.
+
+    `rules`: pattern -> (rule, why). `whole`: pattern of a linear layer or embedding that is left
+    whole -> why. `why_none`: why there can be no rule. `fed_with`: inputs that were made up, as the
+    job has no dataset of its own.
+    """
+
+    rules: dict[str, Reasoned] = field(default_factory=dict)
+    whole: dict[str, str] = field(default_factory=dict)
+    why_none: str = ""
+    fed_with: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> Suggestion:
+        """The suggestion that `to_json` wrote."""
+        rules = {pattern: (rule, why) for pattern, (rule, why) in body["rules"].items()}
+        return cls(**{**body, "rules": rules})
