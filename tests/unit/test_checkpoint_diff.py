@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.checkpoint.diff import describe, diff_checkpoints
+from phalanx.checkpoint.diff import describe_difference, diff_checkpoints
 from phalanx.checkpoint.save import save as save_shards
 from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.core.errors import CheckpointError
@@ -51,7 +51,7 @@ def test_the_same_state_cut_differently_is_the_same(tmp_path: Path) -> None:
     found = diff_checkpoints(save(tmp_path / "a", base()), save(tmp_path / "b", base(), rows_cut_at=2))
     assert found.same
     assert found.num_equal == 5  # with the tied one
-    assert list(describe(found)) == ["same    5 tensors are equal bit by bit"]
+    assert list(describe_difference(found)) == ["same    5 tensors are equal bit by bit"]
 
 
 def test_one_bit_of_any_type_is_said_with_its_size(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_one_bit_of_any_type_is_said_with_its_size(tmp_path: Path) -> None:
     assert by_name["w"].relative == pytest.approx(reference, rel=1e-5)
     assert by_name["half"].max_abs == pytest.approx(abs(float(base()["half"][0])))
     assert by_name["flags"].max_abs == 1.0
-    assert any(line.startswith("values  w: 1 of 24 differ, at most 0.5") for line in describe(found))
+    assert any(line.startswith("values  w: 1 of 24 differ, at most 0.5") for line in describe_difference(found))
 
 
 def test_negative_zero_is_not_zero_and_nan_is_itself(tmp_path: Path) -> None:

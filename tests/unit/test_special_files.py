@@ -267,7 +267,7 @@ OURS = {
     "verify/trace.py": "reads what our own ranks wrote, in a folder made for it",
     "verify/trace_facts.py": "reads what our own ranks wrote, in a folder made for it",
     "suggest/rank.py": "writes what the command reads, in a temporary folder",
-    "cli/_exchange.py": "writes into a temporary folder",
+    "checkpoint/exchange/import_weights.py": "writes into a temporary folder",
     "core/uncaught.py": "writes the file that a launcher made for it",
     "run/trained/generate.py": "reads what its own rank writes, in a temporary folder",
     "run/trained/rank.py": "writes what the command reads, in a temporary folder",

@@ -152,7 +152,7 @@ def _errors(a: NDArray[np.float64] | None, b: NDArray[np.float64] | None) -> tup
     return float(gap.max()), distance / norm if norm else float("inf")
 
 
-def describe(difference: Difference, *, limit: int = 40) -> Iterator[str]:
+def describe_difference(difference: Difference, *, limit: int = 40) -> Iterator[str]:
     """The difference in lines for people, largest relative error first."""
     for key, (a, b) in difference.facts.items():
         yield f"fact    {key}: {a} and {b}"

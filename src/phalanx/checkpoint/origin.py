@@ -1,4 +1,6 @@
-"""What model a checkpoint is of: an import says it itself, of a run the plan does. Torch-free."""
+"""The run and the model that a checkpoint comes from. An import records its model, a run its plan.
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -16,33 +18,44 @@ from phalanx.plan.plan import Plan
 
 
 @dataclass(frozen=True)
-class Origin:
-    """`seq_len`: the longest sequence it was trained on. `settings`: of the config.json that an import came with."""
+class CheckpointOrigin:
+    """The model of a checkpoint. `seq_len`: the longest sequence it was trained on, 0 if that is
+    not known.
+
+    `settings` are those of the config.json that an import came with.
+    """
 
     shape: ModelShape
     seq_len: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-def origin_of(place: str, folder: Folder, manifest: Manifest) -> Origin | None:
-    """None where nothing says it: a lone checkpoint in a store, or tensors that came without a config.json."""
-    told = manifest.facts.get("model_shape")
-    run_dir = run_of(place, folder)
+def find_origin(location: str, folder: Folder, manifest: Manifest) -> CheckpointOrigin | None:
+    """The model that the checkpoint in `folder`, which was opened by `location`, comes from.
+
+    None if nothing says it: a lone checkpoint in a store, or tensors that came without a
+    config.json.
+    """
+    shape_facts = manifest.facts.get("model_shape")
+    run_dir = find_run_dir(location, folder)
     try:
-        if told:
+        if shape_facts:
             settings = dict(manifest.facts.get("hugging_face") or {})
-            return Origin(ModelShape.from_json(told), int(settings.get("max_position_embeddings") or 0), settings)
+            seq_len = int(settings.get("max_position_embeddings") or 0)
+            return CheckpointOrigin(ModelShape.from_json(shape_facts), seq_len, settings)
         if run_dir is None:
             return None
         plan = Plan.from_json(read_json(run_dir / "plan.json"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return Origin(plan.model_shape, plan.seq_len)
+    return CheckpointOrigin(plan.model_shape, plan.seq_len)
 
 
-def run_of(place: str, folder: Folder) -> Path | None:
-    """The run's directory: what was named, or what holds the checkpoint that was named."""
-    place = str(run_at(place))
-    if not is_url(place) and not is_checkpoint(place):
-        return Path(place)
+def find_run_dir(location: str, folder: Folder) -> Path | None:
+    """The run's directory: `location` itself, or the directory that holds the checkpoint. None in a
+    store elsewhere.
+    """
+    location = str(run_at(location))
+    if not is_url(location) and not is_checkpoint(location):
+        return Path(location)
     return folder.path.absolute().parents[1] if isinstance(folder, LocalFolder) else None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from phalanx.checkpoint.folder import Folder, as_folder
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, Piece, StoredTensor, read_manifest
@@ -13,6 +15,40 @@ from phalanx.checkpoint.shard_file import DTYPES, CheckedFile
 from phalanx.core.errors import CheckpointError
 
 Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What is wrong with the checkpoint at `url`: nothing if `problems` is empty."""
+
+    url: str
+    num_bytes: int
+    problems: tuple[CheckpointError, ...]
+
+    @property
+    def is_intact(self) -> bool:
+        return not self.problems
+
+    def to_json(self) -> dict[str, Any]:
+        """An object of `phalanx checkpoint verify --json`."""
+        problems = [str(problem) for problem in self.problems]
+        return {"path": self.url, "num_bytes": self.num_bytes, "ok": self.is_intact, "problems": problems}
+
+
+def verify_folder(folder: Folder, on_progress: Callable[[int, int], None]) -> Verification:
+    """Verify a checkpoint; `on_progress(done, total)` hears of bytes as they are read."""
+    try:
+        total = sum(folder.sizes().values())
+    except OSError:  # verification says it
+        total = 0
+    done = 0
+
+    def add(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        on_progress(done, total)
+
+    return Verification(folder.url, total, tuple(verify_checkpoint(folder, add)))
 
 
 def verify_checkpoint(place: Folder | Path, progress: Progress = lambda num_bytes: None) -> list[CheckpointError]:

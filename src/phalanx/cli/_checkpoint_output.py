@@ -1,32 +1,78 @@
-"""What the verbs on checkpoints print: a stranger may have written the names in it, and any terminal may read them."""
+"""What `phalanx checkpoint` prints for people."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from pathlib import Path
 
-from phalanx.cli._json import printing_json
-from phalanx.core.errors import PhalanxError
-from phalanx.core.printable import printable
+from phalanx.checkpoint.exchange.import_weights import ImportResult
+from phalanx.checkpoint.exchange.importing import MODEL_TOML
+from phalanx.checkpoint.listing import CheckpointEntry, CheckpointListing
+from phalanx.checkpoint.prune_run import PruneResult
+from phalanx.checkpoint.verify import Verification
+from phalanx.cli._output import print_line
+from phalanx.core.units import format_bytes, plural
+from phalanx.run.export import ExportResult
 
-
-def tell(text: str, *, as_problem: bool = False) -> None:
-    """One line; a problem goes to standard error."""
-    print(_safe(text), file=sys.stderr if as_problem else sys.stdout)
-
-
-@contextmanager
-def refusing(as_json: bool) -> Iterator[None]:
-    """As `printing_json`; what an error says for people is safe, too."""
-    try:
-        with printing_json(as_json):
-            yield
-    except PhalanxError as error:
-        error.what = _safe(error.what)
-        error.where, error.why, error.fix = (part and _safe(part) for part in (error.where, error.why, error.fix))
-        raise
+MIN_NAME_WIDTH = 14
 
 
-def _safe(text: str) -> str:
-    return printable(text, max(1, len(text) + 100))
+def print_listing(listing: CheckpointListing) -> None:
+    """Print a line for each checkpoint."""
+    width = max(MIN_NAME_WIDTH, *(len(entry.name) for entry in listing.entries))
+    for entry in listing.entries:
+        mark = "  best" if entry.step == listing.best_step and entry.error is None else ""
+        print_line(f"{entry.name:<{width}} {_describe_entry(entry)}{mark}")
+
+
+def _describe_entry(entry: CheckpointEntry) -> str:
+    if entry.error is not None:
+        return f"damaged: {entry.error}"
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.written_unix_s))
+    layout = " ".join(f"{axis}={degree}" for axis, degree in entry.layout.items() if degree > 1)
+    size = format_bytes(entry.num_bytes)
+    return f"{when}  {size:>10} in {entry.num_files} files  written by {layout or 'one rank'}"
+
+
+def print_verification(result: Verification) -> None:
+    """Print each problem on a line of its own, and the verdict."""
+    for problem in result.problems:
+        print_line(f"phalanx: {problem}", as_problem=True)
+    if result.is_intact:
+        print_line(f"whole   {result.url}: {format_bytes(result.num_bytes)}, every checksum holds")
+    else:
+        print_line(f"damaged {result.url}: {plural(len(result.problems), 'problem')}")
+
+
+def print_pruned(result: PruneResult, *, dry_run: bool) -> None:
+    """Print which checkpoints are gone and which are kept; of a `dry_run`, which would be."""
+    for note in result.notes:
+        print_line(f"note    {note}")
+    prefix = "would " if dry_run else ""
+    removed, kept = ("remove", "keep") if dry_run else ("removed", "kept")
+    print_line(f"{prefix}{removed}  {', '.join(result.removed) or 'nothing'}")
+    print_line(f"{prefix}{kept}  {', '.join(result.kept)}")
+
+
+def print_exported(result: ExportResult) -> None:
+    """Print the model and the files that were written, and how transformers opens them."""
+    exported = result.exported
+    size = format_bytes(exported.num_bytes)
+    print_line(f"from    {result.folder.url}, every byte verified")
+    print_line(f"model   {exported.architecture}, {exported.num_tensors} tensors of {exported.dtype}, {size}")
+    for note in result.notes:
+        print_line(f"note    {note}")
+    print_line(f"wrote   {result.out}: {', '.join(exported.files[:6])}{' ...' if len(exported.files) > 6 else ''}")
+    print_line(f'open    transformers.{exported.auto_class}.from_pretrained("{result.out}")')
+
+
+def print_imported(result: ImportResult, *, source: str, out: str) -> None:
+    """Print the checkpoint that was written, and how to train on from it."""
+    print_line(f"from    {source}: {result.num_tensors} tensors of {result.dtype}, {format_bytes(result.num_bytes)}")
+    for note in result.notes:
+        print_line(f"note    {note}")
+    print_line(f"wrote   {result.checkpoint}")
+    if result.model_toml is not None:
+        print_line(f"train   phalanx train {Path(out) / MODEL_TOML} data.source=...   (starts from these weights)")
+    else:
+        print_line(f"train   set model.init_from={out} beside your own model.kind")

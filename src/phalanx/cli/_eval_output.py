@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from phalanx.cli._checkpoint_output import tell
+from phalanx.cli._output import print_line
 from phalanx.cli._progress import ProgressLine
 from phalanx.core.units import format_seconds
 from phalanx.run.trained.evaluate import EvaluationData, EvaluationProgress, EvaluationResult, EvaluationTask
@@ -13,12 +13,12 @@ from phalanx.run.trained.model import describe_ranks
 
 def print_task(task: EvaluationTask) -> None:
     """Print what is evaluated, on which ranks and data, and what warns of its tokens."""
-    tell(f"eval    {task.model.name}, on {describe_ranks(task.model, task.plan)}")
-    tell(f"data    {_describe_data(task.data)}")
+    print_line(f"eval    {task.model.name}, on {describe_ranks(task.model, task.plan)}")
+    print_line(f"data    {_describe_data(task.data)}")
     for reason in task.data.remarks.reasons:
-        tell(f"why     {reason}")
+        print_line(f"why     {reason}")
     for warning in task.data.remarks.warnings:
-        tell(f"warning {warning.text}")
+        print_line(f"warning {warning.text}")
 
 
 def show_progress(line: ProgressLine, progress: EvaluationProgress | None) -> None:
@@ -37,19 +37,21 @@ def print_result(result: EvaluationResult) -> None:
     loss = f"{result.loss:.4f} {result.units.loss}".rstrip()
     if result.perplexity is not None:
         loss += f", perplexity {result.perplexity:.4g}"
-    tell(f"loss    {loss}   ({result.num_targets:,} {result.units.items}, {format_seconds(result.evaluated_s)})")
+    print_line(f"loss    {loss}   ({result.num_targets:,} {result.units.items}, {format_seconds(result.evaluated_s)})")
     if len(result.loss_by_source) > 1:
         _print_values(result.loss_by_source.items())
     _print_values(result.metrics.items())
     if result.recorded_loss is not None:
         is_same = result.recorded_loss == result.loss
         difference = "the same" if is_same else f"{result.loss - result.recorded_loss:+.1e} from it here"
-        tell(f"        the run recorded {result.recorded_loss:.4f} at step {result.task.model.step}: {difference}")
+        print_line(
+            f"        the run recorded {result.recorded_loss:.4f} at step {result.task.model.step}: {difference}"
+        )
 
 
 def _print_values(values: Iterable[tuple[str, float]]) -> None:
     for name, value in values:
-        tell(f"        {name}  {value:.4f}")
+        print_line(f"        {name}  {value:.4f}")
 
 
 def _describe_data(data: EvaluationData) -> str:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from phalanx.cli._options import BestOption, JsonOption
 
 EXAMPLE = "Example: phalanx checkpoint ls runs/train-20260101-120000"
 EXAMPLES = {
@@ -16,16 +20,27 @@ EXAMPLES = {
     "import": "Example: phalanx checkpoint import Qwen3-0.6B --out imported",
 }
 
+GB = 10**9
+
 Place = Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's directory, or one checkpoint's.")]
 RunDir = Annotated[str, typer.Argument(metavar="RUN", help="A run's directory.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")]
 
 
-def ls(place: Place, as_json: AsJson = False) -> int:
+def ls(place: Place, as_json: JsonOption = False) -> int:
     """List the checkpoints of a run, oldest first."""
-    from phalanx.cli._checkpoint import ls
+    from phalanx.checkpoint.listing import list_checkpoints
+    from phalanx.cli._checkpoint_output import print_listing
+    from phalanx.cli._json import print_json
+    from phalanx.cli._output import report_errors
 
-    return ls(place, as_json)
+    with report_errors(as_json):
+        listing = list_checkpoints(place)
+    if as_json:
+        checkpoints = [entry.to_json() for entry in listing.entries]
+        print_json("checkpoints", {"run": place, "best": listing.best_step, "checkpoints": checkpoints}, indent=1)
+    else:
+        print_listing(listing)
+    return 0
 
 
 def verify(
@@ -33,23 +48,52 @@ def verify(
     all_of_them: Annotated[
         bool, typer.Option("--all", help="Every checkpoint of the run, not only the newest.")
     ] = False,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> int:
     """Read every byte and compare it with its checksum; exit code 5 if anything is wrong."""
-    from phalanx.cli._checkpoint import verify
+    from phalanx.checkpoint.listing import find_folder, find_folders
+    from phalanx.checkpoint.stores import is_checkpoint
+    from phalanx.checkpoint.verify import verify_folder
+    from phalanx.cli._checkpoint_output import print_verification
+    from phalanx.cli._json import print_json
+    from phalanx.cli._output import report_errors
+    from phalanx.cli._progress import ProgressLine
+    from phalanx.core.errors import ExitCode
 
-    return verify(place, all_of_them, as_json)
+    with report_errors(as_json):
+        folders = find_folders(place) if all_of_them and not is_checkpoint(place) else [find_folder(place)]
+    results = []
+    for folder in folders:
+        with ProgressLine(f"verifying {folder.name}") as line:
+            results.append(verify_folder(folder, line.update))
+        if not as_json:
+            print_verification(results[-1])
+    if as_json:
+        print_json("checkpoint-verify", {"checkpoints": [result.to_json() for result in results]}, indent=1)
+    return ExitCode.OK if all(result.is_intact for result in results) else ExitCode.CHECKPOINT
 
 
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, or a run, of which the newest is taken.")],
     b: Annotated[str, typer.Argument(metavar="B", help="Another.")],
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> int:
     """Compare two checkpoints tensor by tensor, whatever layouts wrote them; exit code 11 if they differ."""
-    from phalanx.cli._checkpoint import diff
+    from phalanx.checkpoint.diff import describe_difference, diff_checkpoints
+    from phalanx.checkpoint.listing import find_folder
+    from phalanx.cli._json import print_json
+    from phalanx.cli._output import print_line, report_errors
+    from phalanx.core.errors import ExitCode
 
-    return diff(a, b, as_json)
+    with report_errors(as_json):
+        first, second = find_folder(a), find_folder(b)
+        difference = diff_checkpoints(first, second)
+    if as_json:
+        print_json("checkpoint-diff", {"a": first.url, "b": second.url, **difference.to_json()}, indent=1)
+    else:
+        for text in (f"first   {first.url}", f"second  {second.url}", *describe_difference(difference)):
+            print_line(text)
+    return ExitCode.OK if difference.same else ExitCode.VERIFICATION
 
 
 def prune(
@@ -59,12 +103,21 @@ def prune(
         int | None, typer.Option(min=1, metavar="N", help="Keep the first of each N steps, too.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> int:
     """Remove old checkpoints of a run that no job is using. The best one and the newest that verifies always stay."""
-    from phalanx.cli._checkpoint import prune
+    from phalanx.checkpoint.prune_run import prune_run
+    from phalanx.cli._checkpoint_output import print_pruned
+    from phalanx.cli._json import print_json
+    from phalanx.cli._output import report_errors
 
-    return prune(run, keep_last, keep_every, dry_run, as_json)
+    with report_errors(as_json):
+        result = prune_run(run, keep_last=keep_last, keep_every=keep_every, dry_run=dry_run)
+    if as_json:
+        print_json("checkpoint-prune", {"run": run, "dry_run": dry_run, **asdict(result)}, indent=1)
+    else:
+        print_pruned(result, dry_run=dry_run)
+    return 0
 
 
 def export(
@@ -75,13 +128,34 @@ def export(
         str | None, typer.Option(metavar="TYPE", help="Round the weights to fp32, bf16 or fp16; default: as saved.")
     ] = None,
     shard_gb: Annotated[float, typer.Option(min=0.001, metavar="GB", help="At most this much in one file.")] = 5.0,
-    best: Annotated[bool, typer.Option("--best", help="What eval.keep_best kept, not the newest.")] = False,
-    as_json: AsJson = False,
+    best: BestOption = False,
+    as_json: JsonOption = False,
 ) -> int:
     """Write the weights as transformers opens them: safetensors, config.json and the tokenizer."""
-    from phalanx.cli._exchange import export
+    from phalanx.cli._checkpoint_output import print_exported
+    from phalanx.cli._json import print_json
+    from phalanx.cli._output import report_errors
+    from phalanx.cli._progress import ProgressLine
+    from phalanx.core.errors import UsageError
+    from phalanx.run.export import export_checkpoint
 
-    return export(place, out, form, dtype, shard_gb, best, as_json)
+    with report_errors(as_json):
+        if form != "hf":
+            raise UsageError(f"unknown format {form!r}", fix="the one there is: hf")
+        with ProgressLine("exporting") as line:
+            result = export_checkpoint(
+                place,
+                out,
+                dtype=dtype,
+                shard_bytes=max(1, int(shard_gb * GB)),
+                best=best,
+                progress=line.update,
+            )
+    if as_json:
+        print_json("checkpoint-export", result.to_json(), indent=1)
+    else:
+        print_exported(result)
+    return 0
 
 
 def import_weights(
@@ -96,12 +170,22 @@ def import_weights(
     trust_pickle: Annotated[
         bool, typer.Option("--trust-pickle", help="Unpickle SOURCE, which can run any program that is in it.")
     ] = False,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> int:
     """Make a checkpoint of others' weights, to start training from (model.init_from) or to load."""
-    from phalanx.cli._exchange import import_weights
+    from phalanx.checkpoint.exchange.import_weights import import_weights
+    from phalanx.cli._checkpoint_output import print_imported
+    from phalanx.cli._json import print_json
+    from phalanx.cli._output import report_errors
+    from phalanx.cli._progress import ProgressLine
 
-    return import_weights(source, out, prefix, trust_pickle, as_json)
+    with report_errors(as_json), ProgressLine("importing") as line:
+        result = import_weights(Path(source), Path(out), prefix=prefix, trust_pickle=trust_pickle, progress=line.update)
+    if as_json:
+        print_json("checkpoint-import", {"source": source, "out": out, **result.to_json()}, indent=1)
+    else:
+        print_imported(result, source=source, out=out)
+    return 0
 
 
 COMMANDS = {"ls": ls, "verify": verify, "diff": diff, "prune": prune, "export": export, "import": import_weights}

@@ -39,10 +39,10 @@ def command(
     import time
 
     from phalanx.cli._arguments import split_arguments
-    from phalanx.cli._checkpoint_output import refusing
     from phalanx.cli._eval_output import print_result, print_task, show_progress
     from phalanx.cli._json import print_json
     from phalanx.cli._launched import print_ended_ranks, refuse_launcher
+    from phalanx.cli._output import report_errors
     from phalanx.cli._progress import ProgressLine
     from phalanx.run.scratch import scratch_directory
     from phalanx.run.trained.evaluate import EVALUATION_KEYS, evaluate, prepare_evaluation
@@ -51,7 +51,7 @@ def command(
 
     start_s = time.monotonic()
     try:
-        with refusing(as_json), scratch_directory("eval") as scratch:
+        with report_errors(as_json), scratch_directory("eval") as scratch:
             refuse_launcher("eval")
             job_file, overrides = split_arguments(arguments or [])
             model = open_trained_model(

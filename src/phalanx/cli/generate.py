@@ -54,17 +54,17 @@ def command(
     phalanx generate my-hf-model --prompt "Once" --top-p 0.9 --seed 7 --json
     """
     from phalanx.cli._arguments import split_arguments
-    from phalanx.cli._checkpoint_output import refusing, tell
     from phalanx.cli._generate_output import TextPrinter, describe_speed
     from phalanx.cli._json import print_json
     from phalanx.cli._launched import print_ended_ranks, refuse_launcher
+    from phalanx.cli._output import print_line, report_errors
     from phalanx.run.scratch import scratch_directory
     from phalanx.run.trained.generate import GENERATION_KEYS, SamplingOptions, generate_texts, open_generator
     from phalanx.run.trained.launch import RanksEndedError
     from phalanx.run.trained.model import describe_ranks, open_trained_model
 
     try:
-        with refusing(as_json), scratch_directory("generate") as scratch:
+        with report_errors(as_json), scratch_directory("generate") as scratch:
             refuse_launcher("generate")
             job_file, overrides = split_arguments(arguments or [])
             model = open_trained_model(
@@ -73,7 +73,7 @@ def command(
             generator = open_generator(model)
             texts = [generator.encode_prompt(text) for text in (_read_prompt() if prompt is None else prompt)]
             if not as_json:
-                tell(f"model   {model.name}, on {describe_ranks(model, generator.plan)}", as_problem=True)
+                print_line(f"model   {model.name}, on {describe_ranks(model, generator.plan)}", as_problem=True)
             result = generate_texts(
                 generator,
                 texts,
@@ -88,7 +88,7 @@ def command(
     if as_json:
         print_json("generate", result.to_json(), indent=1)
     else:
-        tell(describe_speed(result), as_problem=True)
+        print_line(describe_speed(result), as_problem=True)
     return 0
 
 

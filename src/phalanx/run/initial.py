@@ -11,7 +11,7 @@ from phalanx.checkpoint.exchange.settings import computed
 from phalanx.checkpoint.fit import MisfitError, Wanted, find_misfits
 from phalanx.checkpoint.folder import Folder
 from phalanx.checkpoint.manifest import Manifest, read_manifest
-from phalanx.checkpoint.origin import origin_of
+from phalanx.checkpoint.origin import find_origin
 from phalanx.checkpoint.stores import find_checkpoint, is_url
 from phalanx.checkpoint.verify import require_whole_directory
 from phalanx.core.errors import CheckpointError
@@ -64,7 +64,7 @@ def find_initial(model: Model, shape: ModelShape | None) -> Initial | None:
     differences: tuple[str, ...] = ()
     if shape is not None and shape.is_known:
         _require_fit(folder, manifest, shape, model.init_cast)
-        origin = origin_of(place, folder, manifest)
+        origin = find_origin(place, folder, manifest)
         differences = _differences(origin.shape, shape) if origin and origin.shape.is_known else ()
     dtypes = tuple(sorted({tensor.dtype for tensor in manifest.tensors.values()}))
     came_from = str(manifest.facts.get("imported_from") or "")

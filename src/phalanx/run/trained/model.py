@@ -12,7 +12,7 @@ from phalanx.checkpoint.choose import choose_checkpoint
 from phalanx.checkpoint.exchange.importing import MODEL_TOML
 from phalanx.checkpoint.folder import Folder
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from phalanx.checkpoint.origin import run_of
+from phalanx.checkpoint.origin import find_run_dir
 from phalanx.checkpoint.stores import is_url
 from phalanx.core.errors import LayoutError, UsageError, did_you_mean
 from phalanx.core.files import read_json
@@ -135,7 +135,7 @@ def open_trained_model(
     _require_directory(location)
     folder = choose_checkpoint(location, best=best)
     manifest = read_manifest(folder)
-    run_dir = run_of(location, folder) if job_file is None else None
+    run_dir = find_run_dir(location, folder) if job_file is None else None
     source = Path(job_file) if job_file is not None else _find_job(run_dir)
     if source is None:
         fix = f"add its job file: {location} job.toml"

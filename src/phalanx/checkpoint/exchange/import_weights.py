@@ -1,0 +1,110 @@
+"""`phalanx checkpoint import`: weights of another system as a checkpoint, and a job file that
+trains on from them.
+
+Torch-free, but for sources that torch pickled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from phalanx.checkpoint.exchange.hf_export import CONFIG
+from phalanx.checkpoint.exchange.importing import MODEL_TOML, Progress, Weights, write_import
+from phalanx.checkpoint.exchange.new_directory import refuse_old
+from phalanx.checkpoint.exchange.sources import open_source
+from phalanx.core.errors import JobError, LayoutError
+from phalanx.core.units import format_count
+from phalanx.job.load import load_job
+from phalanx.job.model_toml import model_section
+from phalanx.job.schema import Data
+from phalanx.job.toml import toml_value
+
+
+@dataclass(frozen=True)
+class ImportResult:
+    """The checkpoint that an import wrote. `model_toml`: its job file; None if nothing says what
+    model it is.
+    """
+
+    checkpoint: Path
+    num_tensors: int
+    num_bytes: int
+    dtype: str
+    model_toml: Path | None
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Facts of `phalanx checkpoint import --json`."""
+        return {
+            "checkpoint": str(self.checkpoint),
+            "num_tensors": self.num_tensors,
+            "num_bytes": self.num_bytes,
+            "dtype": self.dtype,
+            "model_toml": str(self.model_toml) if self.model_toml is not None else None,
+            "notes": list(self.notes),
+        }
+
+
+def import_weights(source: Path, out: Path, *, prefix: str, trust_pickle: bool, progress: Progress) -> ImportResult:
+    """Write the weights of `source` as the checkpoint OUT/checkpoints/step-0, with OUT/model.toml
+    beside.
+
+    Only names that begin with `prefix` are taken, without it; `trust_pickle` lets torch unpickle
+    `source`, which can run any code. Raises UsageError if `out` is there, CheckpointError or
+    LayoutError for weights that are not readable.
+    """
+    refuse_old(out)
+    beside = out.absolute().parent
+    with open_source(source, prefix=prefix, trust_pickle=trust_pickle, beside=beside) as weights:
+        checkpoint = write_import(weights, out, _job_file(weights, out), progress=progress)
+        dtypes = sorted({tensor.described.dtype for tensor in weights.tensors})
+        return ImportResult(
+            checkpoint,
+            num_tensors=len({tensor.name for tensor in weights.tensors}),
+            num_bytes=weights.num_bytes,
+            dtype=" and ".join(dtypes),
+            model_toml=checkpoint.parents[1] / MODEL_TOML if weights.shape else None,
+            notes=tuple(weights.notes),
+        )
+
+
+def _job_file(weights: Weights, out: Path) -> str | None:
+    """Text of a job file that trains on from the weights at `out`; None if nothing says what model
+    they are of.
+    """
+    if weights.shape is None:
+        return None
+    out = out.absolute()
+    model: dict[str, object] = {"init_from": str(out)}
+    if any(tensor.described.dtype != "float32" for tensor in weights.tensors):
+        model["init_cast"] = True
+    params = format_count(weights.shape.num_params).strip()
+    text = f"# {params} parameters from {weights.origin}.\n#\n#   phalanx train {out / MODEL_TOML} data.source=...\n\n"
+    text += model_section(weights.shape, model)
+    data: dict[str, object] = {}
+    if "tokenizer.json" in (weights.files or {}):
+        data["tokenizer"] = str(out / "tokenizer.json")
+    if 0 < weights.shape.max_positions < Data().seq_len:
+        data["seq_len"] = weights.shape.max_positions
+    if data:
+        text += "\n[data]\n" + "".join(f"{key} = {toml_value(value)}\n" for key, value in data.items())
+    _require_job(text, weights)
+    return text
+
+
+def _require_job(text: str, weights: Weights) -> None:
+    """Raise LayoutError unless `text` is a job that phalanx takes: a configuration may say what no
+    job may.
+    """
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / MODEL_TOML
+        path.write_text(text, encoding="utf-8")
+        try:
+            load_job(path)
+        except JobError as error:
+            where = str(Path(weights.origin) / CONFIG)
+            why = "; ".join(f"{problem.key}: {problem.what}" for problem in error.problems)
+            raise LayoutError("config.json describes a model that no job can have", where=where, why=why) from None

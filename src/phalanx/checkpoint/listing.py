@@ -1,0 +1,119 @@
+"""The checkpoints that a location names, and what their manifests say of them. Torch-free."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from phalanx.checkpoint.best import Best, read_best
+from phalanx.checkpoint.folder import Folder
+from phalanx.checkpoint.manifest import read_manifest
+from phalanx.checkpoint.stores import find_checkpoint, is_checkpoint, is_url, run_at, store_of
+from phalanx.core.errors import CheckpointError, UsageError
+from phalanx.core.store_urls import local_directory
+
+
+@dataclass(frozen=True)
+class CheckpointEntry:
+    """What one checkpoint's manifest says. `error` says why it cannot be read; then nothing else is
+    known.
+
+    `layout`: degrees by axis of the ranks that wrote it. `epoch` counts the jobs that have had the
+    run, this one included.
+    """
+
+    name: str
+    step: int
+    error: str | None = None
+    written_unix_s: float = 0.0
+    num_bytes: int = 0
+    num_files: int = 0
+    num_tensors: int = 0
+    layout: Mapping[str, int] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    epoch: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """An object of `phalanx checkpoint ls --json`."""
+        if self.error is not None:
+            return {"name": self.name, "step": self.step, "error": self.error}
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class CheckpointListing:
+    """Checkpoints, oldest first. `best_step`: that of the run's best one; None if the run has none,
+    or in a store.
+    """
+
+    entries: tuple[CheckpointEntry, ...]
+    best_step: int | None
+
+
+def list_checkpoints(location: str) -> CheckpointListing:
+    """List the checkpoints of a run, or the one at `location`. Raises UsageError or CheckpointError
+    if there is none.
+    """
+    folders = [find_folder(location)] if is_checkpoint(location) else find_folders(location)
+    best = _find_best(location)
+    return CheckpointListing(tuple(map(_read_entry, folders)), best.step if best is not None else None)
+
+
+def find_folder(location: str) -> Folder:
+    """The checkpoint at `location`, or the newest of the run there. Raises UsageError or
+    CheckpointError.
+    """
+    if not is_checkpoint(location):
+        return find_folders(location)[-1]
+    directory = local_directory(location) or (None if is_url(location) else Path(location))
+    if directory is not None and not os.path.lexists(directory):
+        _refuse_nowhere(location)
+    return find_checkpoint(location)
+
+
+def find_folders(run: str) -> list[Folder]:
+    """Every checkpoint of a run, oldest first. Raises UsageError or CheckpointError if there is
+    none.
+    """
+    run = str(run_at(run))
+    if not is_url(run) and not Path(run).is_dir():
+        _refuse_nowhere(run)
+    folders = store_of(run).folders()
+    if not folders and is_checkpoint(run):
+        raise UsageError("this is one checkpoint, and not a run", where=run, fix="give the run's directory")
+    if not folders:
+        fix = "checkpoint.every_steps and checkpoint.at_end say when a run saves"
+        raise CheckpointError("no checkpoint is there", where=run, fix=fix)
+    return folders
+
+
+def _read_entry(folder: Folder) -> CheckpointEntry:
+    try:
+        manifest = read_manifest(folder)
+        written_unix_s = folder.written_unix_s()
+    except (CheckpointError, OSError) as error:
+        return CheckpointEntry(folder.name, folder.step, error=str(error))
+    return CheckpointEntry(
+        folder.name,
+        folder.step,
+        written_unix_s=written_unix_s,
+        num_bytes=manifest.num_bytes,
+        num_files=len(manifest.files),
+        num_tensors=len(manifest.tensors),
+        layout=manifest.layout,
+        facts=manifest.facts,
+        epoch=manifest.epoch,
+    )
+
+
+def _find_best(run: str) -> Best | None:
+    """The best checkpoint by the run's directory; None at a URL, where nothing records it."""
+    location = run_at(run)
+    return None if is_url(location) else read_best(Path(location))
+
+
+def _refuse_nowhere(location: str) -> NoReturn:
+    raise UsageError("no such directory", where=location, fix="give a run's directory, a checkpoint's, or a URL")

@@ -1,0 +1,64 @@
+"""Remove old checkpoints of a run that no job is using: `phalanx checkpoint prune`. Torch-free."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.checkpoint.best import BEST, read_best
+from phalanx.checkpoint.listing import find_folders
+from phalanx.checkpoint.locks import hold_run_lock
+from phalanx.checkpoint.owner import refusal_of
+from phalanx.checkpoint.retention import Retention, prune
+from phalanx.checkpoint.stores import is_url, run_at, store_of
+from phalanx.core.errors import CheckpointError, UsageError
+
+
+@dataclass(frozen=True)
+class PruneResult:
+    """Names of checkpoints, oldest first. `notes` say which ones do not verify, and why nothing was
+    removed.
+    """
+
+    removed: tuple[str, ...]
+    kept: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def prune_run(run: str, *, keep_last: int, keep_every: int | None, dry_run: bool) -> PruneResult:
+    """Remove the checkpoints that need not be kept; a `dry_run` returns the same and removes
+    nothing.
+
+    The best one and the newest that verifies always stay. Raises RunLockedError while a job is
+    using the run (it prunes by itself), UsageError for a URL, CheckpointError if there is no
+    checkpoint or one cannot be removed.
+    """
+    location = str(run_at(run))
+    if is_url(location):
+        why = "a store knows neither the job that writes it nor the best checkpoint; the run's directory does"
+        fix = "prune the run: phalanx checkpoint prune RUN"
+        raise UsageError("checkpoints at a URL are not pruned by themselves", where=run, why=why, fix=fix)
+    find_folders(location)
+    run_dir = Path(location)
+    notes: list[str] = []
+    with hold_run_lock(run_dir):
+        store = store_of(location)
+        if (refusal := refusal_of(store, run_dir)) is not None:
+            raise refusal
+        folders = store.folders()
+        retention = Retention(keep_last, keep_every, _best_steps(run_dir))
+        removed = prune(store, retention, dry_run=dry_run, say=notes.append)
+    kept = tuple(folder.name for folder in folders if folder not in removed)
+    return PruneResult(tuple(folder.name for folder in removed), kept, tuple(notes))
+
+
+def _best_steps(run_dir: Path) -> frozenset[int]:
+    """The step of the best checkpoint, which must stay. Raises CheckpointError if its record cannot
+    be read.
+    """
+    best = read_best(run_dir)
+    if best is None and os.path.lexists(run_dir / BEST):
+        fix = "put it right, or remove it if no checkpoint is to be kept as the best"
+        raise CheckpointError("what the best checkpoint is cannot be read", where=str(run_dir / BEST), fix=fix)
+    return frozenset({best.step} if best else ())

@@ -1,0 +1,140 @@
+"""`phalanx checkpoint export`: a checkpoint with its tokenizer as a directory that transformers
+opens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.checkpoint.choose import choose_checkpoint
+from phalanx.checkpoint.exchange.hf_directory import export_own_directory
+from phalanx.checkpoint.exchange.hf_export import Exported, Extras, Progress, Rounding, export_hugging_face
+from phalanx.checkpoint.exchange.importing import KEPT_FILES
+from phalanx.checkpoint.exchange.new_directory import refuse_old
+from phalanx.checkpoint.exchange.stored import StoredBag
+from phalanx.checkpoint.folder import Folder
+from phalanx.checkpoint.origin import CheckpointOrigin, find_origin, find_run_dir
+from phalanx.core.errors import CheckpointError, DataError, DataStorageError, LayoutError, PhalanxError, UsageError
+from phalanx.core.files import read_json
+from phalanx.data.corpus import load_corpus
+from phalanx.data.model_tokenizer import ModelTokenizer
+from phalanx.data.tokenizer_files import TokenizerFiles, tokenizer_files
+from phalanx.job.hugging_face import is_hugging_face, read_config
+from phalanx.job.schema import Model
+from phalanx.run.tokens import model_tokenizer
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # torch's names by those of a job
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """The checkpoint that was exported, and the directory `out` that was written."""
+
+    folder: Folder
+    out: str
+    exported: Exported
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Facts of `phalanx checkpoint export --json`."""
+        return {"checkpoint": self.folder.url, "out": self.out, **vars(self.exported), "notes": list(self.notes)}
+
+
+def export_checkpoint(
+    location: str, out: str, *, dtype: str | None, shard_bytes: int, best: bool, progress: Progress
+) -> ExportResult:
+    """Export the checkpoint at `location`, or the newest (with `best` the best) of the run there.
+
+    `dtype` ("bf16") rounds the weights; None leaves them as they are. A weight file has about
+    `shard_bytes` at most. Raises UsageError if `out` is there, CheckpointError if no plan or import
+    says what model it is, LayoutError if transformers has no class for the model.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise UsageError(f"unknown type {dtype!r}", fix=f"one of {', '.join(DTYPES)}")
+    refuse_old(Path(out))
+    folder = choose_checkpoint(location, best=best)
+    with StoredBag(folder) as weights:
+        origin = _find_origin(location, weights)
+        tokenizer = _find_tokenizer_files(location, folder)
+        settings = {**tokenizer.settings, **origin.settings}
+        how: dict[str, Any] = {
+            "shard_bytes": shard_bytes,
+            "rounding": _open_rounding(dtype),
+            "extras": Extras(settings, tokenizer.files, tokenizer.texts, origin.seq_len),
+            "progress": progress,
+        }
+        config = _read_config_of_run(location, folder, origin, tokenizer)
+        if config is not None:
+            exported = export_own_directory(weights, config, Path(out), **how)
+        else:
+            exported = export_hugging_face(weights, origin.shape, Path(out), **how)
+    notes = (*exported.notes, tokenizer.note) if tokenizer.note else exported.notes
+    return ExportResult(folder, out, exported, notes)
+
+
+def _find_origin(location: str, weights: StoredBag) -> CheckpointOrigin:
+    origin = find_origin(location, weights.folder, weights.manifest)
+    if origin is None:
+        raise CheckpointError("nothing says what model it is of", where=location, fix="give the run's own directory")
+    if not origin.shape.is_known and not is_hugging_face(origin.shape.kind):
+        raise LayoutError(
+            f"{origin.shape.kind} is a model of your own: transformers has no class for it",
+            fix="phalanx.load_weights fills your module",
+        )
+    return origin
+
+
+def _read_config_of_run(
+    location: str, folder: Folder, origin: CheckpointOrigin, tokenizer: TokenizerFiles
+) -> dict[str, Any] | None:
+    """The config.json of a run whose model came from one; None for any other model.
+
+    What it says of special tokens holds for the tokenizer that it came with, and for no other.
+    """
+    run_dir = find_run_dir(location, folder)
+    if not is_hugging_face(origin.shape.kind) or run_dir is None:
+        return None
+    special_tokens: dict[str, Any] = {}
+    if not tokenizer.is_models:
+        special_tokens = {"bos_token_id": None, "pad_token_id": None, **tokenizer.settings}
+    try:
+        model = read_json(run_dir / "job.json")["model"]
+        return {**read_config(model["kind"]), **model["args"], **special_tokens}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError("the run's job.json cannot be read", where=str(run_dir), why=str(error)) from None
+
+
+def _open_rounding(dtype: str | None) -> Rounding | None:
+    if dtype is None:
+        return None
+    from phalanx.checkpoint.exchange.casts import cast_bits  # torch takes seconds
+
+    return Rounding(DTYPES[dtype], cast_bits)
+
+
+def _find_tokenizer_files(location: str, folder: Folder) -> TokenizerFiles:
+    """The tokenizer of the run's text, or the files that an import brought along."""
+    run_dir = find_run_dir(location, folder)
+    if run_dir is None:
+        return TokenizerFiles(note="a store holds no tokenizer")
+    files = {name: run_dir / name for name in KEPT_FILES if (run_dir / name).is_file()}
+    if files:
+        return TokenizerFiles(files=files)
+    if not (run_dir / "data").is_dir():
+        return TokenizerFiles(note="there is no tokenizer with it")
+    try:
+        return tokenizer_files(load_corpus(run_dir / "data"), _find_model_tokenizer(run_dir), KEPT_FILES)
+    except DataStorageError:
+        raise
+    except DataError as error:
+        return TokenizerFiles(note=f"without a tokenizer: {error}")
+
+
+def _find_model_tokenizer(run_dir: Path) -> ModelTokenizer | None:
+    """The tokenizer that the model of a run came with; None if it cannot be found any more."""
+    try:
+        return model_tokenizer(Model(**read_json(run_dir / "job.json")["model"]))
+    except (OSError, ValueError, KeyError, TypeError, PhalanxError):
+        return None
