@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.cli._data_look import BAR_CELLS, bar
+from phalanx.cli._data_stats_output import BAR_CELLS, draw_bar
 from phalanx.data.build import build_dataset
 from phalanx.data.stats import QUANTILES, measure
-from phalanx.report.dataset_page import render
+from phalanx.report.dataset_page import render_dataset_page
 
 
 @settings(max_examples=30, deadline=None)
@@ -59,7 +59,7 @@ def test_labels_of_lengths_do_not_run_into_each_other(tmp_path: Path) -> None:
     for power in range(21):
         (tmp_path / "in" / f"{power:02d}.txt").write_text("x" * (2**power - 1))
     dataset = build_dataset([str(tmp_path / "in")], tmp_path / "out")
-    page = render(dataset, measure(dataset))
+    page = render_dataset_page(dataset, measure(dataset))
     first = page[page.index("Documents by length") : page.index("Tokens by length")]
     labels = re.findall(r'<span class="xtick" style="left:([\d.]+)%">([^<]+)</span>', first)
     assert len(labels) > 4
@@ -71,7 +71,7 @@ def test_labels_of_lengths_do_not_run_into_each_other(tmp_path: Path) -> None:
 def test_a_page_counts_in_whole_numbers(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x")
     dataset = build_dataset([str(tmp_path / "a.txt")], tmp_path / "out")
-    page = render(dataset, measure(dataset))
+    page = render_dataset_page(dataset, measure(dataset))
     ticks = re.findall(r'<span class="ytick"[^>]*>([^<]+)</span>', page)
     assert ticks
     assert not [tick for tick in ticks if "." in tick]
@@ -82,5 +82,5 @@ def test_a_page_counts_in_whole_numbers(tmp_path: Path) -> None:
     ("part", "drawn"), [(0.0, ""), (1.0, "█" * BAR_CELLS), (0.5, "█" * (BAR_CELLS // 2)), (1e-9, "▏"), (1 / 80, "▌")]
 )
 def test_bars_are_drawn_to_an_eighth_of_a_cell(part: float, drawn: str) -> None:
-    assert bar(part) == drawn
-    assert len(bar(part, fancy=False)) == len(drawn)
+    assert draw_bar(part) == drawn
+    assert len(draw_bar(part, fancy=False)) == len(drawn)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TextIO, cast
 
@@ -16,7 +17,9 @@ LINE_S = 5.0  # short work says nothing before its summary
 
 
 class ProgressLine:
-    """Bytes done of bytes in all, with what is said beside them. `kept_bytes` were done before this began."""
+    """Bytes done of bytes in all, with what is said beside them. `kept_bytes` were done before this
+    began.
+    """
 
     def __init__(self, verb: str, *, is_terminal: bool | None = None) -> None:
         self._verb = verb
@@ -31,7 +34,9 @@ class ProgressLine:
     def update(
         self, done_bytes: float, total_bytes: float, *, kept_bytes: float = 0.0, said: str = "", instead: str = ""
     ) -> None:
-        """`said` follows the numbers; `instead` is said instead of them, of work that has no measure."""
+        """`said` follows the numbers; `instead` is said instead of them, of work that has no
+        measure.
+        """
         now = time.monotonic()
         if now - self._told_s < (REDRAW_S if self._is_terminal else LINE_S):
             return
@@ -42,6 +47,19 @@ class ProgressLine:
         else:
             self._stream.write(f"{self._verb} {100 * done_bytes / max(1, total_bytes):3.0f} %  {words}\n")
             self._stream.flush()
+
+    def count_to(self, total_bytes: float) -> Callable[[int], None]:
+        """A function that adds bytes to those that are done, and shows how many of `total_bytes`
+        they are.
+        """
+        done_bytes = 0
+
+        def add(num_bytes: int) -> None:
+            nonlocal done_bytes
+            done_bytes += num_bytes
+            self.update(done_bytes, total_bytes)
+
+        return add
 
     def _words(self, done: float, total: float, kept: float, elapsed_s: float, said: str) -> str:
         rate = (done - kept) / elapsed_s if elapsed_s > 0 else 0.0

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from phalanx.cli._options import JsonOption
 
 EXAMPLE = "Example: phalanx data build texts/ --out tokens"
 EXAMPLES = {
@@ -23,7 +26,6 @@ Inputs = Annotated[
 ]
 Column = Annotated[str, typer.Option(metavar="NAME", help="The field of JSONL rows, or the column, with the text.")]
 DatasetDir = Annotated[str, typer.Argument(metavar="DIR", help="A folder that phalanx data build wrote.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")]
 
 
 def build(
@@ -43,18 +45,43 @@ def build(
             min=1, metavar="N", help="About how many MiB of input make a shard; default 4 to 64, by their size."
         ),
     ] = None,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> int:
     """Write token shards that data.source = DIR trains on.
 
-    A text file is one document, a row of the others is one. The result does not depend on the number of workers. A
-    build that was stopped or killed goes on with the same command.
+    A text file is one document, a row of the others is one. The result does not depend on the
+    number of workers. A build that was stopped or killed goes on with the same command.
     """
-    from phalanx.cli._data_build import build
-    from phalanx.cli._json import printing_json
+    from phalanx.cli._data_build_output import BuildDisplay, print_build
+    from phalanx.cli._json import print_json, printing_json
+    from phalanx.cli._progress import ProgressLine
+    from phalanx.core.errors import ExitCode
+    from phalanx.core.units import MIB
+    from phalanx.data.build import build_dataset
+    from phalanx.data.build_summary import BuildSummary
 
-    with printing_json(as_json):
-        return build(inputs, out, tokenizer, column, workers, shard_mb, as_json)
+    display = BuildDisplay()
+    try:
+        with printing_json(as_json), ProgressLine("building") as line:
+            dataset = build_dataset(
+                inputs,
+                Path(out),
+                tokenizer=tokenizer,
+                column=column,
+                num_workers=workers,
+                shard_bytes=shard_mb and shard_mb * MIB,
+                progress=lambda progress: display.show(line, progress),
+                named="",
+            )
+    except KeyboardInterrupt:
+        display.print_stopped()
+        return ExitCode.INTERRUPTED
+    summary = BuildSummary(dataset, display.last)
+    if as_json:
+        print_json("data-build", summary.to_json(), indent=1)
+    else:
+        print_build(summary, tokenizer)
+    return 0
 
 
 def tokenizer(
@@ -65,48 +92,107 @@ def tokenizer(
     max_mb: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Learn from about N MB, spread over the inputs.")
     ] = None,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> int:
     """Train a byte-level BPE on your corpus and write its tokenizer.json."""
-    from phalanx.cli._data_build import train
-    from phalanx.cli._json import printing_json
+    from phalanx.cli._data_build_output import print_tokenizer, show_training
+    from phalanx.cli._json import print_json, printing_json
+    from phalanx.cli._progress import ProgressLine
+    from phalanx.core.errors import ExitCode
+    from phalanx.data.train_tokenizer import train_tokenizer
 
-    with printing_json(as_json):
-        return train(inputs, out, vocab_size, column, max_mb, as_json)
+    try:
+        with printing_json(as_json), ProgressLine("training") as line:
+            trained = train_tokenizer(
+                inputs,
+                Path(out),
+                vocab_size=vocab_size,
+                column=column,
+                max_text_bytes=max_mb and max_mb * 10**6,
+                progress=lambda progress: show_training(line, progress),
+            )
+    except KeyboardInterrupt:
+        print("stopped: no tokenizer was written")
+        return ExitCode.INTERRUPTED
+    if as_json:
+        print_json("data-tokenizer", {**vars(trained), "path": str(trained.path)}, indent=1)
+    else:
+        print_tokenizer(trained, inputs, vocab_size=vocab_size)
+    return 0
 
 
-def verify(dataset: DatasetDir, as_json: AsJson = False) -> int:
+def verify(dataset: DatasetDir, as_json: JsonOption = False) -> int:
     """Read every shard and compare it with its checksums; exit code 4 if anything is wrong."""
-    from phalanx.cli._data_look import verify
-    from phalanx.cli._json import printing_json
+    import sys
 
-    with printing_json(as_json):
-        return verify(dataset, as_json)
+    from phalanx.cli._data_stats_output import print_verification
+    from phalanx.cli._json import print_json, printing_json
+    from phalanx.cli._progress import ProgressLine
+    from phalanx.core.errors import DataError
+    from phalanx.core.units import plural
+    from phalanx.data.verification import verify_with_progress
+
+    with printing_json(as_json), ProgressLine("verifying") as line:
+
+        def on_problem(problem: DataError) -> None:
+            if not as_json:
+                print(f"phalanx: {problem}", file=sys.stderr)
+
+        def on_progress(done: int, total: int, num_problems: int) -> None:
+            line.update(done, total, said=plural(num_problems, "problem") if num_problems else "")
+
+        result = verify_with_progress(dataset, on_problem=on_problem, on_progress=on_progress)
+    if as_json:
+        print_json("data-verify", result.to_json(), indent=1)
+    else:
+        print_verification(result)
+    return result.exit_code
 
 
 def stats(
     dataset: DatasetDir,
     page: Annotated[str | None, typer.Option(metavar="FILE.html", help="Write the pictures as a page, too.")] = None,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> int:
     """Documents, tokens, lengths and the most frequent tokens, with a picture."""
-    from phalanx.cli._data_look import stats
-    from phalanx.cli._json import printing_json
+    from phalanx.cli._data_stats_output import print_stats
+    from phalanx.cli._json import print_json, printing_json
+    from phalanx.cli._progress import ProgressLine
+    from phalanx.data.dataset import open_dataset
+    from phalanx.data.stats import measure
+    from phalanx.report.dataset_page import write_dataset_page
 
     with printing_json(as_json):
-        return stats(dataset, page, as_json)
+        opened = open_dataset(Path(dataset))
+        with ProgressLine("reading") as line:
+            measured = measure(opened, line.count_to(opened.num_token_bytes))
+        if page is not None:
+            write_dataset_page(Path(page), opened, measured)
+    if as_json:
+        print_json("data-stats", {"directory": dataset, "digest": opened.digest, **measured.to_json()}, indent=1)
+        return 0
+    print_stats(measured, dataset)
+    if page is not None:
+        print(f"\npage    {page}")
+    return 0
 
 
 def ledger(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run that trained with observe.samples=true.")],
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> int:
     """Prove from a run's records that no sample was repeated or left out; exit code 11 if one was."""
-    from phalanx.cli._data_look import ledger
-    from phalanx.cli._json import printing_json
+    from phalanx.cli._json import print_json, printing_json
+    from phalanx.core.errors import ExitCode
+    from phalanx.data.ledger import check_ledger
 
     with printing_json(as_json):
-        return ledger(run, as_json)
+        report = check_ledger(Path(run))
+    if as_json:
+        print_json("data-ledger", report.to_json(), indent=1)
+    else:
+        print("\n".join(report.lines()))
+    return ExitCode.OK if report.ok else ExitCode.VERIFICATION
 
 
 COMMANDS = {"build": build, "tokenizer": tokenizer, "verify": verify, "stats": stats, "ledger": ledger}

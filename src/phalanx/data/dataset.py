@@ -158,6 +158,11 @@ class Dataset:
     def num_tokens(self) -> int:
         return sum(shard.facts.num_tokens for shard in self.shards)
 
+    @property
+    def num_token_bytes(self) -> int:
+        """The size of the token ids of all shards, without their headers."""
+        return self.num_tokens * int(self.dtype[-1])
+
     @cached_property
     def num_documents(self) -> int:
         """A document that goes on in the next shard counts once."""

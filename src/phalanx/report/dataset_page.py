@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.resources import files
+from pathlib import Path
 
+from phalanx.core.files import resource_error, write_bytes_atomic
 from phalanx.core.units import format_bytes, format_count, plural
 from phalanx.data.dataset import Dataset, Manifest
 from phalanx.data.stats import DatasetStats
@@ -19,8 +21,16 @@ _MOST_SHARDS = 40
 _CONTENT_SECURITY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
-def render(dataset: Dataset, found: DatasetStats) -> str:
-    """The page, as text."""
+def write_dataset_page(path: Path, dataset: Dataset, stats: DatasetStats) -> None:
+    """Write the page of a dataset to `path`. Raises ResourceError."""
+    try:
+        write_bytes_atomic(path, render_dataset_page(dataset, stats).encode())
+    except OSError as error:
+        raise resource_error(error, "writing the page", path, place="--page") from None
+
+
+def render_dataset_page(dataset: Dataset, found: DatasetStats) -> str:
+    """The page of a dataset, as HTML text."""
     name = dataset.directory.resolve().name or str(dataset.directory)
     style = Html(files("phalanx.report").joinpath("page.css").read_text("utf-8"))
     head = tag(

@@ -1,0 +1,94 @@
+"""What `phalanx data build` and `phalanx data tokenizer` show while they work, and print when they
+are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from phalanx.cli._progress import ProgressLine
+from phalanx.core.units import format_bytes, format_count, format_seconds, plural
+from phalanx.data.build import BuildProgress
+from phalanx.data.build_summary import BuildSpeed, BuildSummary
+from phalanx.data.train_tokenizer import TrainedTokenizer, TrainingProgress
+from phalanx.report.dataset_page import left_out
+from phalanx.run.next_command import next_line
+
+SMALL_BYTES = 50_000  # fewer are told one by one
+
+
+class BuildDisplay:
+    """Shows how far a build is, and remembers it."""
+
+    def __init__(self) -> None:
+        self.last: BuildProgress | None = None
+
+    def show(self, line: ProgressLine, progress: BuildProgress) -> None:
+        self.last = progress
+        counts = progress.counts
+        documents = "document" if counts.num_documents == 1 else "documents"
+        text = f"{format_count(counts.num_documents)} {documents}  {format_count(counts.num_tokens)} tokens"
+        line.update(counts.read_bytes, progress.total_bytes, kept_bytes=progress.kept.read_bytes, said=text)
+
+    def print_stopped(self) -> None:
+        """Print how many shards an interrupted build has done."""
+        if self.last is not None:
+            shards = f"{self.last.num_shards_done} of {self.last.num_shards} shards are whole and kept"
+            print(f"stopped: {shards}; the same command goes on from there")
+
+
+def print_build(summary: BuildSummary, tokenizer: str) -> None:
+    """Print what the dataset holds, how fast it was built, and the command that trains on it."""
+    dataset, progress = summary.dataset, summary.progress
+    manifest = dataset.manifest
+    tokens = f"{format_count(dataset.num_tokens)} tokens of {plural(dataset.num_documents, 'document')}"
+    ratio = dataset.num_tokens / dataset.source_bytes if dataset.source_bytes else 0.0
+    size = f"{_megabytes(dataset.source_bytes)} of text ({ratio:.3f} tokens per byte)"
+    _print("there" if progress is None else "built", f"{dataset.directory}: {tokens}, {size}")
+    shards = plural(len(dataset.shards), "shard")
+    if progress is not None and progress.num_shards_kept:
+        shards += f", {progress.num_shards_kept} of them there before"
+    kind = f"{8 * int(manifest.dtype[-1])}-bit ids of a vocabulary of {manifest.vocab_size:,}"
+    _print("shards", f"{shards}, {format_bytes(summary.num_bytes)}; {kind} ({tokenizer})")
+    if manifest.end_of_document is None:
+        _print("note", "the tokenizer has no token that ends a document; none was put between them")
+    if missing := left_out(manifest):
+        _print("note", "; ".join(missing))
+    if summary.speed is not None:
+        _print("speed", _describe_speed(summary.speed, dataset.tokenizer.kind))
+    print(next_line("train", f"data.source={dataset.directory}"))
+
+
+def show_training(line: ProgressLine, progress: TrainingProgress) -> None:
+    """Show how far the training of a tokenizer is."""
+    joining = f"text is read; joining pairs, {format_seconds(progress.elapsed_s)} so far"
+    line.update(progress.read_bytes, progress.total_bytes, instead=joining if progress.is_merging else "")
+
+
+def print_tokenizer(trained: TrainedTokenizer, inputs: Sequence[str], *, vocab_size: int) -> None:
+    """Print the tokenizer that was trained, and the command that builds a dataset with it."""
+    tokens = f"{trained.vocab_size:,} tokens"
+    if trained.vocab_size != vocab_size:
+        tokens += f" (the corpus has no more; {vocab_size:,} were asked for)"
+    size = f"{_megabytes(trained.text_bytes)} of text"
+    _print("trained", f"{trained.path}: {tokens} from {size} in {format_seconds(trained.elapsed_s)}")
+    _print("", f"about {trained.num_tokens_per_byte:.3f} tokens per byte of it")
+    print(next_line("data", "build", *inputs, "--tokenizer", str(trained.path), "--out", "DIR"))
+
+
+def _print(label: str, text: str) -> None:
+    print(f"{label:<8}{text}")
+
+
+def _describe_speed(speed: BuildSpeed, tokenizer_kind: str) -> str:
+    workers = f"{speed.num_workers} workers" if speed.num_workers > 1 else "1 worker"
+    work = f"{_megabytes(speed.text_bytes)} in {format_seconds(speed.elapsed_s)}, {workers}"
+    text = f"{speed.text_bytes_per_s / 1e6:,.1f} MB/s ({work})"
+    if tokenizer_kind != "bytes" and speed.tokenizer_bytes_per_s_per_worker:  # bytes are tokens already
+        rate = f"{speed.tokenizer_bytes_per_s_per_worker / 1e6:,.1f} MB/s per worker"
+        text += f"; the tokenizer alone {rate}, {100 * speed.tokenizer_share_of_time:.0f} % of the time"
+    return text
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB" if num_bytes >= SMALL_BYTES else plural(num_bytes, "byte")
