@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+from test_launch_entries import Payload
 
 from phalanx.core.errors import EXIT_CODE_MEANING, ExitCode
 from phalanx.launch.supervisor import LaunchSpec, Outcome, supervise
@@ -51,10 +52,15 @@ class Run:
         num_ranks: int = 2,
         preload: tuple[str, ...] = (),
         payload: dict[str, Any] | None = None,
+        of_attempt: Callable[[], dict[str, Any]] = dict,
         **options: Any,
     ) -> Outcome:
         entry = entry if ":" in entry else f"{ENTRIES}:{entry}"
-        spec = LaunchSpec(entry, self.payload(**payload or {}), num_ranks, self.dir, preload, **options)
+
+        def make_payload() -> Payload:
+            return Payload(self.payload(**payload or {}) | of_attempt())
+
+        spec = LaunchSpec(entry, make_payload, num_ranks, self.dir, preload, **options)
         bus = Bus(rank=-1, run_dir=self.dir)
         deadline = time.monotonic() + DEADLINE_S
 
@@ -189,7 +195,7 @@ def test_a_phalanx_error_is_one_line_and_is_not_tried_again(run: Run) -> None:
 
 def test_a_killed_rank_is_restarted_and_a_resumed_run_appends(run: Run) -> None:
     epochs = itertools.count(7)
-    outcome = run.supervise("killed_once", payload_of_attempt=lambda: {"epoch": next(epochs)})
+    outcome = run.supervise("killed_once", of_attempt=lambda: {"epoch": next(epochs)})
     assert (outcome.exit_code, outcome.attempts) == (0, 2)
     told = {name for name in run.marked() if name.startswith("epoch")}
     assert told == {f"epoch-{7 + attempt}-{rank}-{attempt}" for attempt in (0, 1) for rank in (0, 1)}

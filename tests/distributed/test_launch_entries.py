@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,19 @@ from typing import Any
 from phalanx.core.errors import DataError, ResourceError, RunLockedError
 from phalanx.core.phases import BlackBox, Phases
 from phalanx.launch.paths import black_box
+from phalanx.launch.rank_link import RankLink
 
 DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Payload:
+    """Any JSON object."""
+
+    fields: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        return self.fields
 
 
 def rank() -> int:
@@ -59,7 +71,7 @@ def at_step(payload: dict[str, Any], step: int, phase: str) -> Phases:
     return phases
 
 
-def reduce(payload: dict[str, Any]) -> int:
+def reduce(payload: dict[str, Any], link: RankLink) -> int:
     """Rendezvous through the environment; hold still until the test has looked at the sockets."""
     import torch
     import torch.distributed as dist
@@ -75,7 +87,7 @@ def reduce(payload: dict[str, Any]) -> int:
     return 0
 
 
-def one_raises(payload: dict[str, Any]) -> int:
+def one_raises(payload: dict[str, Any], link: RankLink) -> int:
     """Rank 1 fails before the first step; the others learn it from their collective."""
     import torch
     import torch.distributed as dist
@@ -88,12 +100,12 @@ def one_raises(payload: dict[str, Any]) -> int:
     return 0
 
 
-def bad_data(payload: dict[str, Any]) -> int:
+def bad_data(payload: dict[str, Any], link: RankLink) -> int:
     at_step(payload, 3, "data")
     raise DataError("the corpus is empty", where="corpus.txt", fix="choose another file")
 
 
-def killed_once(payload: dict[str, Any]) -> int:
+def killed_once(payload: dict[str, Any], link: RankLink) -> int:
     """Rank 1 of the first attempt dies at step 2; rank 0 waits for ever, as in a collective."""
     at_step(payload, 2, "forward")
     mark(payload, f"epoch-{payload.get('epoch')}")
@@ -106,7 +118,7 @@ def killed_once(payload: dict[str, Any]) -> int:
     return 0
 
 
-def always_raises(payload: dict[str, Any]) -> int:
+def always_raises(payload: dict[str, Any], link: RankLink) -> int:
     at_step(payload, 31, "backward")
     if rank() == 0:
         raise ValueError(f"boom {attempt() if payload['differently'] else ''}")
@@ -114,14 +126,14 @@ def always_raises(payload: dict[str, Any]) -> int:
     return 0
 
 
-def leaves_a_helper(payload: dict[str, Any]) -> int:
+def leaves_a_helper(payload: dict[str, Any], link: RankLink) -> int:
     """Finishes while a program it started, which knows nothing of lifelines, still runs."""
     program = subprocess.Popen(["sleep", "600"])
     (Path(payload["marks"]) / f"helper-{rank()}").write_text(str(program.pid))
     return 0
 
 
-def leaves_threads(payload: dict[str, Any]) -> int:
+def leaves_threads(payload: dict[str, Any], link: RankLink) -> int:
     """Finishes while one thread still works and a pool of others waits for work that never comes."""
     payload["pool"] = ThreadPoolExecutor(2)  # as compilers keep theirs: nobody shuts it down
     payload["pool"].submit(time.monotonic).result()
@@ -136,14 +148,14 @@ def leaves_threads(payload: dict[str, Any]) -> int:
     return 0
 
 
-def segfaults(payload: dict[str, Any]) -> int:
+def segfaults(payload: dict[str, Any], link: RankLink) -> int:
     if rank() == 0:
         ctypes.string_at(0)
     signal.pause()
     return 0
 
 
-def exits(payload: dict[str, Any]) -> int:
+def exits(payload: dict[str, Any], link: RankLink) -> int:
     """The ranks of `leavers` leave, each in the way `how`; others wait for ever, as in a collective."""
     at_step(payload, payload.get("step", 5), "data")
     if rank() not in payload["leavers"]:
@@ -161,15 +173,15 @@ def exits(payload: dict[str, Any]) -> int:
     raise SystemExit(payload["code"])
 
 
-def reports_and_hangs(payload: dict[str, Any]) -> int:
+def reports_and_hangs(payload: dict[str, Any], link: RankLink) -> int:
     """Rank 0 reports its error, then waits for ever in its cleanup, as for communicators of ranks that do not come."""
     if rank() == 0:
-        payload["report_error"](ValueError("boom"))
+        link.report_error(ValueError("boom"))
     while True:
         signal.pause()
 
 
-def reduces_without_one(payload: dict[str, Any]) -> int:
+def reduces_without_one(payload: dict[str, Any], link: RankLink) -> int:
     """Rank 1 stops where others reduce: they run into the collective's timeout."""
     import torch
     import torch.distributed as dist
@@ -184,7 +196,7 @@ def reduces_without_one(payload: dict[str, Any]) -> int:
     return 0
 
 
-def waits_for_one(payload: dict[str, Any]) -> int:
+def waits_for_one(payload: dict[str, Any], link: RankLink) -> int:
     """Rank 1 hangs in the way `how`; the other raises what gloo raises when a peer does not come."""
     phases = at_step(payload, 12, "forward")
     mark(payload, "there")
@@ -200,7 +212,7 @@ def waits_for_one(payload: dict[str, Any]) -> int:
         raise RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 8000ms for recv operation")
 
 
-def aborts_because_of_another(payload: dict[str, Any]) -> int:
+def aborts_because_of_another(payload: dict[str, Any], link: RankLink) -> int:
     """Rank 1 leaves, or hangs if it `hangs`; NCCL's watchdog aborts the other one, earlier than anybody reports."""
     phases = at_step(payload, 12, "backward")
     if rank() == 0:
@@ -216,7 +228,7 @@ def aborts_because_of_another(payload: dict[str, Any]) -> int:
     os._exit(0)
 
 
-def trains(payload: dict[str, Any]) -> int:
+def trains(payload: dict[str, Any], link: RankLink) -> int:
     """Steps until told to stop; a rank that hears of it tells the others, and all leave with the same code."""
     codes = {signal.SIGTERM: 75, signal.SIGINT: 130}
     heard: list[int] = []
@@ -234,7 +246,7 @@ def trains(payload: dict[str, Any]) -> int:
     return int(told.read_text())
 
 
-def refused_when_it_stops(payload: dict[str, Any]) -> int:
+def refused_when_it_stops(payload: dict[str, Any], link: RankLink) -> int:
     """Asked to stop, finds that another job has the run by now, or that the disk is full."""
     heard: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
@@ -245,7 +257,7 @@ def refused_when_it_stops(payload: dict[str, Any]) -> int:
     raise {9: RunLockedError, 7: ResourceError}[payload["code"]]("the last save is refused", where="run")
 
 
-def stubborn(payload: dict[str, Any]) -> int:
+def stubborn(payload: dict[str, Any], link: RankLink) -> int:
     """Hears nothing; rank 1 may be frozen altogether. From the attempt `willing_attempt` on, it just finishes."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
@@ -266,7 +278,7 @@ def main() -> int:
 
     run_dir, entry, payload = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     bus = Bus(rank=-1, run_dir=run_dir)
-    outcome = supervise(LaunchSpec(entry, payload, 2, run_dir, ()), bus=bus, say=print)
+    outcome = supervise(LaunchSpec(entry, lambda: Payload(payload), 2, run_dir, ()), bus=bus, say=print)
     bus.close()
     return outcome.exit_code
 
@@ -275,7 +287,7 @@ if __name__ == "__main__":
     sys.exit(main())
 
 
-def uses_the_driver(payload: dict[str, Any]) -> int:
+def uses_the_driver(payload: dict[str, Any], link: RankLink) -> int:
     """Marks this rank if the driver that lies at `payload["driver"]` can still be begun with here."""
     driver = ctypes.CDLL(payload["driver"])
     if driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == 3:

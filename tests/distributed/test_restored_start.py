@@ -26,7 +26,8 @@ from phalanx.plan.planner import make_plan
 from phalanx.run.prepare import prepare_run
 from phalanx.run.rank import run_rank
 from phalanx.run.rank_run import RankRun
-from phalanx.run.trained.rank import _opened
+from phalanx.run.trained.payloads import ModelPayload
+from phalanx.run.trained.rank import open_model
 from phalanx.run.weights import build_state, find_checkpoints, restore_newest
 from ranks import run_ranks
 
@@ -156,8 +157,7 @@ def looked_at(rank: int, folder: Path) -> tuple[int, bool]:
         state = build_state(job, plan, mesh, Phases())
         state.save(open_store(folder, None), job_digest="", phases=Phases())
     made = counted()
-    facts = {"job": job.to_json(), "plan": plan.to_json(), "run_dir": str(folder), "step": 0, "cast": False}
-    with _opened({**facts, "checkpoint": str(folder)}) as opened:
+    with open_model(ModelPayload(job, plan, folder, str(folder), step=0, casts=False)) as opened:
         have = opened.model.shards()
         return len(made), all(torch.equal(s.tensor, have[name].tensor) for name, s in state.model.shards().items())
 

@@ -11,11 +11,11 @@ import pytest
 
 import tp_zoo
 from models import CPU
-from phalanx.core.errors import ExitCode
 from phalanx.job.schema import Job
 from phalanx.job.shape import Measured, measured_shape
 from phalanx.verify import rank as verify_rank
 from phalanx.verify.cases import judged_job, make_cases
+from phalanx.verify.payloads import VerifyCase, VerifyPayload
 from phalanx.verify.row import ROWS
 from ranks import run_ranks
 
@@ -47,15 +47,10 @@ def judge_jobs(rank: int, wanted: Wanted, directory: str) -> None:
         job = judged_job(wanted_job, 4)
         chosen = [(layout, LAYOUTS[layout]) for layout in layouts]
         cases = make_cases(job, chosen, num_ranks=4, cluster=CPU, shape=SHAPE)
-        work = [
-            {"dtype": "float64", "name": case.name, "parallel": dict(case.parallel), "plan": case.plan.to_json()}
-            for case in cases
-            if case.plan is not None
-        ]
+        work = [VerifyCase("float64", case.name, case.parallel, case.plan) for case in cases if case.plan is not None]
         folder = Path(directory) / name
         folder.mkdir(exist_ok=True)
-        payload = {"run_dir": str(folder), "data_dir": "", "num_steps": 1, "num_ranks": 4, "model": name}
-        assert verify_rank.main({**payload, "job": job.to_json(), "work": work}) == ExitCode.OK
+        verify_rank.compare_layouts(VerifyPayload(job, folder, None, 1, 4, name, tuple(work)))
 
 
 def rows_of(wanted: Wanted) -> dict[str, dict[str, Any]]:

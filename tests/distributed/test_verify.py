@@ -21,7 +21,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from models import CPU
-from phalanx.core.errors import ExitCode
 from phalanx.job.foreign import foreign_shape
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
@@ -46,6 +45,7 @@ from phalanx.parallel.protocol import Workpiece
 from phalanx.parallel.wire import Wire
 from phalanx.verify import rank as verify_rank
 from phalanx.verify.cases import RECOMPUTED, all_layouts, compressed_layouts, judged_job, make_cases, shrunk
+from phalanx.verify.payloads import VerifyCase, VerifyPayload
 from phalanx.verify.row import ROWS
 from plants import some
 from ranks import run_ranks
@@ -80,13 +80,12 @@ def judge_all(
     layouts = list(compressed_layouts(num_ranks)) if compressed else layouts
     cases = make_cases(judged, layouts, num_ranks=num_ranks, cluster=CPU, shape=shape)
     work = [
-        {"dtype": dtype, "name": case.name, "parallel": dict(case.parallel), "plan": case.plan.to_json()}
+        VerifyCase(dtype, case.name, case.parallel, case.plan)
         for dtype in dtypes
         for case in cases
         if case.plan is not None
     ]
-    payload = {"run_dir": directory, "data_dir": "", "num_steps": 3, "num_ranks": num_ranks, "model": "small"}
-    assert verify_rank.main({**payload, "job": judged.to_json(), "work": work}) == ExitCode.OK
+    verify_rank.compare_layouts(VerifyPayload(judged, Path(directory), None, 3, num_ranks, "small", tuple(work)))
 
 
 def rows_with(

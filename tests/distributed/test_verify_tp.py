@@ -18,7 +18,6 @@ from test_verify import clip_by_local_norms, small_job
 from torch import nn
 
 from models import CPU
-from phalanx.core.errors import ExitCode
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.mesh import tensor_group
@@ -27,6 +26,7 @@ from phalanx.parallel.draws import Draws
 from phalanx.plan.rules import Rule, Span
 from phalanx.verify import rank as verify_rank
 from phalanx.verify.cases import judged_job, make_cases
+from phalanx.verify.payloads import VerifyCase, VerifyPayload
 from phalanx.verify.row import ROWS
 from ranks import run_ranks
 
@@ -41,13 +41,8 @@ def judge_tp(rank: int, job: Job, shape: ModelShape | None, directory: str, plan
     judged = judged_job(job, 2)
     layouts = [(name, axes) for name, axes in LAYOUTS.items() if shape is None or name == "whole"]
     cases = make_cases(judged, layouts, num_ranks=2, cluster=CPU, shape=shape)
-    work = [
-        {"dtype": "float64", "name": case.name, "parallel": dict(case.parallel), "plan": case.plan.to_json()}
-        for case in cases
-        if case.plan is not None
-    ]
-    payload = {"run_dir": directory, "data_dir": "", "num_steps": 2, "num_ranks": 2, "model": "small"}
-    assert verify_rank.main({**payload, "job": judged.to_json(), "work": work}) == ExitCode.OK
+    work = [VerifyCase("float64", case.name, case.parallel, case.plan) for case in cases if case.plan is not None]
+    verify_rank.compare_layouts(VerifyPayload(judged, Path(directory), None, 2, 2, "small", tuple(work)))
 
 
 # Planted bugs

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import pytest
 
-from phalanx.core.typed_json import JsonObject, TypedJsonError, from_json, to_json
+from phalanx.checkpoint.fence import Claim
+from phalanx.checkpoint.locks import Holder
+from phalanx.core.typed_json import JsonObject, JsonRecord, TypedJsonError, from_json, to_json
+from phalanx.job.load import load_job
 from phalanx.launch.end_record import EndRecord
 from phalanx.launch.messages import (
     ORDERS,
@@ -32,6 +35,13 @@ from phalanx.launch.messages import (
     StoreExited,
 )
 from phalanx.launch.reports import ErrorReport
+from phalanx.plan.cluster import Cluster
+from phalanx.plan.planner import make_plan
+from phalanx.run.decision import Decision
+from phalanx.run.rank_run import RankPayload
+from phalanx.run.trained.payloads import EvaluatePayload, GeneratePayload, ModelPayload, SamplingOptions
+from phalanx.suggest.suggestion import SuggestPayload
+from phalanx.verify.payloads import VerifyCase, VerifyPayload
 
 FAILED = ErrorReport("ValueError", "boom", "Traceback\n", 1, False, "ValueError: boom", False, 1.5, "user.py:3")
 SENT_ORDERS: list[Order] = [
@@ -103,15 +113,37 @@ class Outer:
     where: Path
     inner: tuple[Inner, ...]
     unread: JsonObject
+    split: Literal["train", "held_out"]
     note: str | None = None
 
 
 def test_dataclasses_hold_dataclasses_paths_and_objects_that_are_not_read() -> None:
-    value = Outer(Path("a/b"), (Inner((1, 2), {"x": 0.5}),), {"any": [{"thing": None}]})
+    value = Outer(Path("a/b"), (Inner((1, 2), {"x": 0.5}),), {"any": [{"thing": None}]}, "train")
     document = json.loads(json.dumps(to_json(value)))
     assert from_json(Outer, document) == value
-    assert from_json(Outer, {key: document[key] for key in ("where", "inner", "unread")}) == value
+    assert from_json(Outer, {key: document[key] for key in ("where", "inner", "unread", "split")}) == value
     with pytest.raises(TypedJsonError, match=r"Outer.inner\[0\].weights.x must be float"):
         from_json(Outer, {**document, "inner": [{"sizes": [], "weights": {"x": "half"}}]})
+    with pytest.raises(TypedJsonError, match=r"Outer\.split"):
+        from_json(Outer, {**document, "split": "test"})
     with pytest.raises(TypeError, match="a set has no JSON"):
         to_json({"sizes": {1, 2}})
+
+
+def test_payloads_of_ranks_come_back_as_they_were_sent() -> None:
+    job = load_job(None, ["model.num_layers=1", "parallel.pp=1", "data.source=text", "cluster.device=cpu"])
+    plan = make_plan(job, cluster=Cluster("cpu", 2, 2**34))
+    holder = Holder("host", 12, 100.5, "boot", 1.5e9, 3)
+    model = ModelPayload(job, plan, Path("/run"), "s3://bucket/step-3", 3, True)
+    payloads: list[JsonRecord] = [
+        RankPayload(job, plan, Path("/run"), 2, 12.5, Claim(3, holder)),
+        RankPayload(job, plan, Path("/run"), 0, 12.5, Claim()),
+        Decision(Path("/run"), plan, 1, 2),
+        Decision(Path("/run"), exit_code=4, error="no"),
+        EvaluatePayload(model, Path("/data"), "held_out"),
+        GeneratePayload(model, ((1, 2), (3,)), 8, 32, 0, None, SamplingOptions(0.5, top_k=3), 257),
+        VerifyPayload(job, Path("/run"), None, 3, 2, "small", (VerifyCase("float64", "tp2", {"tp": 2}, plan),)),
+        SuggestPayload(job, plan, Path("/run"), Path("/data")),
+    ]
+    for payload in payloads:
+        assert type(payload).from_json(json.loads(json.dumps(payload.to_json()))) == payload

@@ -7,9 +7,8 @@ files once a second; a process that was stopped for longer looks before it does 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from phalanx.checkpoint.epoch import Epoch, read_epoch, read_taker
 from phalanx.checkpoint.locks import LOCK_NAME, Holder, holder_at
@@ -18,6 +17,17 @@ from phalanx.core.errors import CheckpointError, RunTakenError
 LOOK_EVERY_S = 1.0
 # Where there is one, the clock that goes on while the whole machine is suspended: the process must look then, too.
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A job's claim on a run, as its ranks are told of it.
+
+    `epoch` is its number, 0 where claims are not counted; `holder` holds the lock, None where that is not known.
+    """
+
+    epoch: int = 0
+    holder: Holder | None = None
 
 
 class Fence:
@@ -30,10 +40,9 @@ class Fence:
         self._taker: str | None = None
 
     @classmethod
-    def of_rank(cls, run_dir: Path, number: int, holder: Mapping[str, Any] | None) -> Fence:
-        """The fence of a rank, of what its supervisor told it: epoch (0: nobody counts) and holder of the lock."""
-        found = Holder(**holder) if holder else None
-        return cls(run_dir, found, Epoch(run_dir, number) if number else None)
+    def of_rank(cls, run_dir: Path, claim: Claim) -> Fence:
+        """The fence of a rank whose job has made `claim`."""
+        return cls(run_dir, claim.holder, Epoch(run_dir, claim.epoch) if claim.epoch else None)
 
     def is_lost(self, *, now: bool = False) -> bool:
         """True once another job has taken the run, and for ever after. Looks at once if `now`."""

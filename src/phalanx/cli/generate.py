@@ -59,9 +59,10 @@ def command(
     from phalanx.cli._launched import print_ended_ranks, refuse_launcher
     from phalanx.cli._output import print_line, report_errors
     from phalanx.run.scratch import scratch_directory
-    from phalanx.run.trained.generate import GENERATION_KEYS, SamplingOptions, generate_texts, open_generator
+    from phalanx.run.trained.generate import GENERATION_KEYS, generate_texts, open_generator
     from phalanx.run.trained.launch import RanksEndedError
     from phalanx.run.trained.model import describe_ranks, open_trained_model
+    from phalanx.run.trained.payloads import SamplingOptions
 
     try:
         with report_errors(as_json), scratch_directory("generate") as scratch:

@@ -7,7 +7,7 @@ import functools
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Protocol, Self, TypeAlias, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 JsonObject: TypeAlias = Mapping[str, object]
 """A parsed JSON object that is handed on unread; `from_json` reads one."""
@@ -21,6 +21,18 @@ class HasJson(Protocol):
     def to_json(self) -> JsonObject: ...
 
 
+class JsonRecord:
+    """Base of frozen dataclasses that write and read themselves as JSON, field by field."""
+
+    def to_json(self) -> JsonObject:
+        return _fields_to_json(self)
+
+    @classmethod
+    def from_json(cls, document: object) -> Self:
+        """The value that `to_json` wrote. Raises TypedJsonError."""
+        return cast(Self, _read_dataclass(cls, document, cls.__name__))
+
+
 class TypedJsonError(ValueError):
     """A JSON document is not what a type says; the message names the field."""
 
@@ -30,10 +42,10 @@ def to_json(value: Any) -> Any:
 
     Raises TypeError for what JSON has no words for.
     """
-    if dataclasses.is_dataclass(value) and not hasattr(value, "to_json"):
-        return {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if hasattr(value, "to_json"):
         return value.to_json()
+    if dataclasses.is_dataclass(value):
+        return _fields_to_json(value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Path):
@@ -43,6 +55,10 @@ def to_json(value: Any) -> Any:
     if isinstance(value, Sequence):
         return [to_json(item) for item in value]
     raise TypeError(f"a {type(value).__name__} has no JSON")
+
+
+def _fields_to_json(value: Any) -> dict[str, Any]:
+    return {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
 
 
 def from_json(kind: type[Value], document: object) -> Value:
@@ -72,6 +88,8 @@ def _read(kind: Any, value: object, where: str) -> Any:
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return _read_optional(arguments, value, where)
+    if origin is Literal and value in arguments:
+        return value
     if origin is tuple:
         return tuple(_read_items(arguments[0], value, where))
     if origin in (Mapping, dict):

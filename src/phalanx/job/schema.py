@@ -5,6 +5,7 @@ Nothing derived is stored in a job: `None` means "chosen by the plan".
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -468,6 +469,11 @@ class Job(Section):
     resilience: Resilience = Resilience()
     observe: Observe = Observe()
     cluster: Cluster = Cluster()
+
+    @classmethod
+    def from_json(cls, document: object) -> Job:
+        """The job that `to_json` wrote."""
+        return cls.model_validate_json(json.dumps(document))
 
     def to_json(self) -> dict[str, Any]:
         return self.model_dump(mode="json")

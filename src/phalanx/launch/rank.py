@@ -10,9 +10,10 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 from phalanx.core.errors import ExitCode, RunTakenError, StoreTakenError
 from phalanx.core.logs import redirect_output
@@ -22,7 +23,10 @@ from phalanx.core.typed_json import JsonObject
 from phalanx.launch.end_record import EndRecord, EndWriter
 from phalanx.launch.paths import error_report, rank_log
 from phalanx.launch.rank_env import RankEnv, rank_variables
+from phalanx.launch.rank_link import RankLink
 from phalanx.launch.reports import describe
+
+Entry: TypeAlias = Callable[[JsonObject, RankLink], int | None]
 
 
 @dataclass(frozen=True)
@@ -37,28 +41,34 @@ class RankTask:
     doing: str = "training"
 
 
-REPORT_ERROR, TELL_DONE, PASS_ON = "report_error", "tell_done", "pass_on_event"
 # Has a rank write its main thread's stack to its log, also while C code holds the interpreter's lock. Schedulers send
 # SIGUSR1 and SIGUSR2; this one is left alone.
 STACKS_SIGNAL = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 STACK_HEAD = "Stack (most recent call first):"  # how faulthandler begins
 
 
+class _SupervisorLink:
+    """The RankLink of a supervised rank: the pipe in which it says how it ends."""
+
+    def __init__(self, task: RankTask, end: EndWriter) -> None:
+        self._task, self._end = task, end
+
+    def report_error(self, error: BaseException) -> None:
+        _report(self._task, error, self._end)
+
+    def tell_done(self) -> None:
+        self._end.tell(EndRecord(int(ExitCode.OK)))
+
+    def pass_on_event(self, line: str) -> None:
+        self._end.pass_on(line)
+
+
 def run_rank(task: RankTask, end: EndWriter) -> int:
     """Call the entry and say on `end` how it ended. Returns the exit code of the process, which nobody believes.
 
-    The entry's payload holds, as `report_error`, a function of an exception: an entry whose way out may block, because
-    other ranks or threads take part in it, reports its error before it cleans up. `tell_done` says that its work is
-    done, before what may still go wrong and spoils nothing. `pass_on_event` is a function of an event's line, which
-    shows the supervisor what the disk did not take.
+    The entry is called as `entry(payload, link)`. One whose way out may block, because other ranks or threads take
+    part in it, reports its error on the RankLink before it cleans up.
     """
-
-    def report_error(error: BaseException) -> int:
-        return _report(task, error, end)
-
-    def tell_done() -> None:
-        end.tell(EndRecord(int(ExitCode.OK)))
-
     try:
         _close_input()
         redirect_output(rank_log(task.run_dir, task.ranks.rank, task.ranks.attempt), Redactor(os.environ))
@@ -67,19 +77,19 @@ def run_rank(task: RankTask, end: EndWriter) -> int:
         os.environ.update(rank_variables(task.ranks, task.master_port, os.environ))
         trace = task.run_dir / "logs" / f"nccl-attempt-{task.ranks.attempt:02d}-rank-"
         os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(trace))  # torch appends the rank
-        more = {REPORT_ERROR: report_error, TELL_DONE: tell_done, PASS_ON: end.pass_on}
-        code = int(resolve(task.entry, "phalanx", "")({**task.payload, **more}) or 0) & 0xFF
+        entry: Entry = resolve(task.entry, "phalanx", "")
+        code = int(entry(task.payload, _SupervisorLink(task, end)) or 0) & 0xFF
         end.tell(EndRecord(code))
         _finish()
         return code
     except KeyboardInterrupt as interrupt:
         if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-            return report_error(interrupt)  # no signal made it: user code raised it
+            return _report(task, interrupt, end)  # no signal made it: user code raised it
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # nobody caught it: die of it, as any program does
         os.kill(os.getpid(), signal.SIGINT)
         return ExitCode.INTERRUPTED
     except BaseException as error:  # torch raises some errors that are no Exception; sys.exit is no way to finish
-        return report_error(error)
+        return _report(task, error, end)
 
 
 def _close_input() -> None:

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from phalanx.core.errors import EXIT_CODE_MEANING, ExitCode, RestartBudgetError
+from phalanx.core.typed_json import HasJson
 from phalanx.launch.attempt import AttemptEnd, AttemptWatch, Attention, Stop
 from phalanx.launch.end_record import STOPPED
 from phalanx.launch.messages import PreloadBeginsCuda, PreloadFailed, Prepare, Ready
@@ -32,18 +32,18 @@ FINAL_WHILE_STOPPING = (ExitCode.RUN_LOCKED, ExitCode.RESOURCES)
 class LaunchSpec:
     """What to run in how many ranks.
 
-    `entry` is "package.module:function", called in each rank as `function(payload) -> exit code`; `preload` names the
-    modules that are imported once, before the first fork. `max_restarts` holds per `restart_window_s`; `grace_s` is
-    how long the ranks may take to save after SIGTERM or Ctrl-C.
+    `entry` is "package.module:function", called in each rank as `function(payload, link) -> exit code` with the JSON
+    of a payload and a RankLink; `preload` names the modules that are imported once, before the first fork.
+    `max_restarts` holds per `restart_window_s`; `grace_s` is how long the ranks may take to save after SIGTERM or
+    Ctrl-C.
     """
 
     entry: str
-    payload: dict[str, Any]
+    payload_of_attempt: Callable[[], HasJson]
+    """Makes the payload of an attempt, right before its ranks start."""
     num_ranks: int
     run_dir: Path
     preload: tuple[str, ...]
-    payload_of_attempt: Callable[[], dict[str, Any]] = dict
-    """What the payload of each attempt holds besides, asked for right before its ranks start."""
     stepless: str = ""
     """What ranks without steps do, say "evaluating": they are started once, not again. Empty for those that train."""
     max_restarts: int = 3
@@ -159,7 +159,7 @@ class _Supervisor:
             self._on_refused_event,
             self._spec.stepless,
         )
-        return watch.run(self._spec.entry, self._spec.payload | self._spec.payload_of_attempt())
+        return watch.run(self._spec.entry, self._spec.payload_of_attempt().to_json())
 
     def _start_server(self, end: AttemptEnd) -> AttemptEnd | None:
         """Start a server that is ready to fork; None when it is, otherwise how the attempt ended.

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.core.typed_json import JsonRecord
+from phalanx.plan.plan import Plan
 
 
 @dataclass(frozen=True)
-class Decision:
+class Decision(JsonRecord):
     """`exit_code` is None where ranks are to train; else they end with it, because of `error` if there is one."""
 
-    run_dir: str
-    plan: dict[str, Any] | None = None
+    run_dir: Path
+    plan: Plan | None = None
     attempt: int = 0
     epoch: int = 0
     exit_code: int | None = None
     error: str = ""
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> Decision:
-        return Decision(**json.loads(text))

@@ -11,11 +11,10 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.checkpoint.fence import Fence
+from phalanx.checkpoint.fence import Claim, Fence
 from phalanx.core.clocks import process_began_s
 from phalanx.core.errors import ExitCode, PhalanxError
 from phalanx.job.schema import Job
@@ -24,7 +23,6 @@ from phalanx.launch.paths import next_attempt
 from phalanx.launch.rank_env import RankEnv
 from phalanx.launch.supervisor import Outcome
 from phalanx.observe.events import RESUMED, Note
-from phalanx.plan.plan import Plan
 from phalanx.plan.precision import with_precision
 from phalanx.run.announce import announcement
 from phalanx.run.conclude import RunEnd, finish_run, score_baselines
@@ -69,20 +67,19 @@ def train_as_rank(
     try:
         with prepare_run(job, run_dir, resume=resume, num_ranks=ranks.world_size, say=output.say) as prepared:
             output.say(*announcement(prepared, ranks=launched.words, resumed=resumed))
-            plan = prepared.plan.to_json()
+            plan = prepared.plan
             if resume and is_finished(prepared):
-                store.tell(Decision(str(run_dir), plan, exit_code=int(ExitCode.OK)))
+                store.tell(Decision(run_dir, plan, exit_code=int(ExitCode.OK)))
                 return end_without_training(prepared, output)
             attempt, epoch = next_attempt(run_dir), prepared.lock.take_epoch().number
-            store.tell(Decision(str(run_dir), plan, attempt, epoch))
-            holder = asdict(prepared.lock.holder)
-            run = RankRun(prepared.job, prepared.plan, run_dir, 0, attempt, began_s, epoch, holder)
+            store.tell(Decision(run_dir, plan, attempt, epoch))
+            run = RankRun(prepared.job, plan, run_dir, 0, attempt, began_s, Claim(epoch, prepared.lock.holder))
             return _lead(prepared, run, store, resumed, output)
     except PhalanxError as error:
-        store.tell(Decision(str(run_dir), exit_code=int(error.exit_code), error=str(error)))
+        store.tell(Decision(run_dir, exit_code=int(error.exit_code), error=str(error)))
         raise
     except BaseException as error:
-        store.tell(Decision(str(run_dir), exit_code=int(ExitCode.INTERNAL), error=repr(error)))
+        store.tell(Decision(run_dir, exit_code=int(ExitCode.INTERNAL), error=repr(error)))
         raise
 
 
@@ -91,7 +88,7 @@ def _lead(
 ) -> RunEnd:
     """Train as rank 0, then say what came out, also when it failed."""
     console = output.open_console(run.job)
-    fence = Fence.of_rank(run.run_dir, run.epoch, run.holder)
+    fence = Fence.of_rank(run.run_dir, run.claim)
     bus = open_supervisor_bus(run.run_dir, run.attempt, console.write, fence)
     with contextlib.ExitStack() as stack:
         stack.callback(bus.close)
@@ -131,14 +128,13 @@ def _set_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
 def _follow(job: Job, ranks: RankEnv, store: DecisionStore, began_s: float, output: RunOutput) -> RunEnd:
     """Train as a rank other than 0. What it must not say itself is in the result: rank 0 says it."""
     decision = store.read()
-    run_dir = Path(decision.run_dir)
-    plan = None if decision.plan is None else Plan.from_json(decision.plan)
+    run_dir, plan = decision.run_dir, decision.plan
     if decision.exit_code is not None or plan is None:
         code = ExitCode(decision.exit_code or ExitCode.OK)
         refusal = RankZeroError(decision.error, code) if decision.error else None
         return RunEnd(run_dir, STATUS.get(code, "failed"), int(code), decision.error, plan, refusal, ranks.rank)
     job = with_precision(job, plan.precision)  # what it leaves open, rank 0 has decided for all
-    run = RankRun(job, plan, run_dir, ranks.rank, decision.attempt, began_s, decision.epoch)
+    run = RankRun(job, plan, run_dir, ranks.rank, decision.attempt, began_s, Claim(decision.epoch))
     try:
         code = store.run_rank(run)
     except PhalanxError as error:

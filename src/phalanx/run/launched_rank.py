@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import signal
 import sys
 from typing import Any
@@ -43,7 +44,7 @@ class DecisionStore:
         if self._is_told or self._store is None:
             return
         self._is_told = True
-        self._store.set(_DECISION, decision.to_json())
+        self._store.set(_DECISION, json.dumps(decision.to_json()))
         if decision.exit_code is not None:
             keys = [f"read/{rank}" for rank in range(1, self._ranks.world_size)]
             with contextlib.suppress(dist.DistError):
@@ -53,7 +54,7 @@ class DecisionStore:
         """As another rank: wait for the decision. Raises EnvironmentProblem if rank 0 tells none."""
         self._store.set_timeout(datetime.timedelta(seconds=PREPARE_TIMEOUT_S))
         try:
-            decision = Decision.from_json(self._store.get(_DECISION))
+            decision = Decision.from_json(json.loads(self._store.get(_DECISION)))
             self._store.set(f"read/{self._ranks.rank}", "1")
         except dist.DistError as error:
             reason = str(error).splitlines()[0]

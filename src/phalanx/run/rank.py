@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import os
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,10 +18,12 @@ from phalanx.checkpoint.folder import Folder
 from phalanx.checkpoint.stores import open_store
 from phalanx.core.errors import ExitCode
 from phalanx.core.phases import BlackBox, Phases
+from phalanx.core.typed_json import JsonObject
 from phalanx.data.corpus import load_corpus
 from phalanx.job.schema import Job
 from phalanx.launch.paths import black_box
 from phalanx.launch.rank_env import read_rank_env
+from phalanx.launch.rank_link import RankLink
 from phalanx.mesh.determinism import deterministic_algorithms, explained_refusals
 from phalanx.mesh.event_clock import clock_of
 from phalanx.mesh.mesh import Mesh, leave_at_once, open_mesh
@@ -37,7 +37,7 @@ from phalanx.resilience.fault import fault_listener
 from phalanx.resilience.guards import SkippedStepsGuard
 from phalanx.run.data import check_masks, check_same_samples, open_held_out, open_train_batches, say_batch_change
 from phalanx.run.needs import sink_openers
-from phalanx.run.rank_run import RankRun
+from phalanx.run.rank_run import RankPayload, RankRun
 from phalanx.run.sample import sample_text
 from phalanx.run.weights import open_state
 from phalanx.train.gpu_room import missing_room
@@ -49,18 +49,25 @@ from phalanx.train.trainer import Trainer
 transforms()  # imported in the server, once, instead of in every rank
 
 
-def main(payload: dict[str, Any]) -> int:
-    """Train as one supervised rank. `payload`: run_dir, job, plan (JSON) and started_s. Returns the exit code."""
+def main(document: JsonObject, link: RankLink) -> int:
+    """Train as one supervised rank, of the JSON of a RankPayload. Returns the exit code."""
+    payload = RankPayload.from_json(document)
     ranks = read_rank_env(os.environ)
     assert ranks is not None, "the supervisor sets RANK"
-    job = Job.model_validate_json(json.dumps(payload["job"]))
-    plan, started_s = Plan.from_json(payload["plan"]), float(payload["started_s"])
-    if ranks.attempt > payload["first_attempt"]:  # a restart began with this process, not with the command
+    started_s = payload.started_s
+    if ranks.attempt > payload.first_attempt:  # a restart began with this process, not with the command
         started_s = time.monotonic()
-    run_dir, epoch = Path(payload["run_dir"]), int(payload["epoch"])
-    tellers = payload["report_error"], payload["tell_done"], payload["pass_on_event"]
-    claim = epoch, payload.get("holder"), *tellers
-    return run_rank(RankRun(job, plan, run_dir, ranks.rank, ranks.attempt, started_s, *claim))
+    run = RankRun(
+        job=payload.job,
+        plan=payload.plan,
+        run_dir=payload.run_dir,
+        rank=ranks.rank,
+        attempt=ranks.attempt,
+        started_s=started_s,
+        claim=payload.claim,
+        link=link,
+    )
+    return run_rank(run)
 
 
 def run_rank(run: RankRun, *, sinks: Sequence[tuple[str, OpenSink]] = (), store: Any = None) -> int:
@@ -74,7 +81,7 @@ def run_rank(run: RankRun, *, sinks: Sequence[tuple[str, OpenSink]] = (), store:
     phases = Phases(BlackBox(black_box(run.run_dir, rank)), faults, of_training=(meter.listen,))
     if rank == 0:
         sinks = [*sinks, *sink_openers(job, run.run_dir)]
-    fence = Fence.of_rank(run.run_dir, run.epoch, run.holder)
+    fence = Fence.of_rank(run.run_dir, run.claim)
     bus = Bus(
         rank=rank,
         attempt=run.attempt,
@@ -95,7 +102,7 @@ def run_rank(run: RankRun, *, sinks: Sequence[tuple[str, OpenSink]] = (), store:
 def _pass_on(run: RankRun, envelope: Envelope) -> None:
     """Rank 0's events are those that people watch; of other ranks they must know that some are lost."""
     if run.rank == 0 or isinstance(envelope.event, Note | SinkDropped):
-        run.pass_on(envelope.to_line())
+        run.link.pass_on_event(envelope.to_line())
 
 
 @contextlib.contextmanager
@@ -105,7 +112,7 @@ def _reported(run: RankRun) -> Iterator[None]:
         with explained_refusals(run.job.train.deterministic):
             yield
     except BaseException as error:
-        run.report_error(error)
+        run.link.report_error(error)
         raise
 
 
@@ -177,7 +184,7 @@ def _train(
             ended = trainer.run()
         if ended == "finished":
             # All is saved: a rank that dies from here on has not failed the run, and no rank does before all are here.
-            run.tell_done()
+            run.link.tell_done()
             mesh.barrier()
         has_all_ranks = ended != "finished" or sample_text(job, plan, mesh, corpus, trainer, meter)
         predicted = plan.predicted_of(mesh.rank)

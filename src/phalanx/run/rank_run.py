@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from phalanx.checkpoint.fence import Claim
+from phalanx.core.typed_json import JsonRecord
 from phalanx.job.schema import Job
+from phalanx.launch.rank_link import NoLink, RankLink
 from phalanx.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class RankPayload(JsonRecord):
+    """What the supervisor sends each rank of an attempt.
+
+    `started_s` is when the person pressed return, of the monotonic clock that all processes of this machine share.
+    """
+
+    job: Job
+    plan: Plan
+    run_dir: Path
+    first_attempt: int
+    started_s: float
+    claim: Claim
 
 
 @dataclass(frozen=True)
@@ -21,13 +37,5 @@ class RankRun:
     rank: int
     attempt: int
     started_s: float
-    epoch: int = 0
-    """Number of the job's claim on the run directory; 0 where claims are not counted."""
-    holder: Mapping[str, Any] | None = None
-    """The holder of the lock on the run directory, as JSON: the job's supervisor."""
-    report_error: Callable[[BaseException], object] = lambda error: None
-    """Tells the launcher why this rank fails, before anything that may wait for other ranks. May be called twice."""
-    tell_done: Callable[[], object] = lambda: None
-    """Tells the launcher that this rank's work is done, whatever comes of the sample of text and the way out."""
-    pass_on: Callable[[str], object] = lambda line: None
-    """Shows the line of an event that the disk did not take to the person who watches."""
+    claim: Claim = field(default_factory=Claim)
+    link: RankLink = field(default_factory=NoLink)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from phalanx.checkpoint.fence import Fence
+from phalanx.checkpoint.fence import Claim, Fence
 from phalanx.checkpoint.stores import Store, open_store
 from phalanx.core.errors import (
     CheckpointError,
@@ -38,6 +36,7 @@ from phalanx.run.conclude import RunEnd, finish_run, score_baselines
 from phalanx.run.needs import preload
 from phalanx.run.output import RunOutput
 from phalanx.run.prepare import PreparedRun
+from phalanx.run.rank_run import RankPayload
 from phalanx.run.resume import Resumed
 
 RANK_ENTRY = "phalanx.run.rank:main"
@@ -52,20 +51,14 @@ def train_supervised(run: PreparedRun, output: RunOutput, *, began_s: float, res
     attempt = next_attempt(run_dir)
     fence = Fence(run_dir, run.lock.holder)
 
-    def claim() -> dict[str, Any]:
+    def make_payload() -> RankPayload:
         fence.epoch = run.lock.take_epoch()
-        return {"epoch": fence.epoch.number, "holder": asdict(run.lock.holder)}
+        claim = Claim(fence.epoch.number, run.lock.holder)
+        return RankPayload(job, run.plan, run_dir.resolve(), attempt, began_s, claim)
 
     spec = LaunchSpec(
         entry=RANK_ENTRY,
-        payload={
-            "first_attempt": attempt,
-            "run_dir": str(run_dir.resolve()),
-            "job": job.to_json(),
-            "plan": run.plan.to_json(),
-            "started_s": began_s,  # of the clock that all processes of this machine share
-        },
-        payload_of_attempt=claim,
+        payload_of_attempt=make_payload,
         num_ranks=run.plan.world_size,
         run_dir=run_dir,
         preload=preload(job),

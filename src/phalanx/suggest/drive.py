@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from phalanx.core.errors import LayoutError, PhalanxError
 from phalanx.core.files import read_json
@@ -17,7 +18,7 @@ from phalanx.plan.cluster import detect_cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.run.scratch import Scratch, scratch_directory
-from phalanx.suggest.suggestion import SUGGESTION_FILE, Suggestion
+from phalanx.suggest.suggestion import SUGGESTION_FILE, Suggestion, SuggestPayload
 from phalanx.verify.cases import SMALL_VOCAB, judged_job
 
 
@@ -53,17 +54,14 @@ def _simplify_job(job: Job) -> Job:
 
 
 def _run_rank(job: Job, plan: Plan, scratch: Scratch) -> Outcome:
-    run_dir, data_dir = scratch.directory, ""
+    run_dir = scratch.directory
+    data_dir: Path | None = None
     if is_own_dataset(job.data.source) and not job.data.mixture:
-        data_dir = str(prepare_corpus(job.data, run_dir / "data", vocab_size=None).directory)
+        data_dir = prepare_corpus(job.data, run_dir / "data", vocab_size=None).directory
+    payload = SuggestPayload(job, plan, run_dir, data_dir)
     spec = LaunchSpec(
         entry="phalanx.suggest.rank:main",
-        payload={
-            "job": job.to_json(),
-            "plan": plan.to_json(),
-            "run_dir": str(run_dir),
-            "data_dir": data_dir,
-        },
+        payload_of_attempt=lambda: payload,
         num_ranks=1,
         run_dir=run_dir,
         preload=("torch", "phalanx.suggest.rank"),

@@ -1,14 +1,33 @@
-"""The rules that are proposed for a module. Torch-free."""
+"""The job whose module is looked at, and the rules that are proposed for it. Torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
+
+from phalanx.core.typed_json import JsonRecord
+from phalanx.job.schema import Job
+from phalanx.plan.plan import Plan
 
 SUGGESTION_FILE = "suggested.json"
 Reasoned = tuple[str, str]
 """(rule, why)."""
+
+
+@dataclass(frozen=True)
+class SuggestPayload(JsonRecord):
+    """The job and plan of the module that a rank looks at.
+
+    `data_dir`: the job's own dataset, None for made-up inputs. The rank writes SUGGESTION_FILE into
+    `run_dir`.
+    """
+
+    job: Job
+    plan: Plan
+    run_dir: Path
+    data_dir: Path | None
 
 
 @dataclass

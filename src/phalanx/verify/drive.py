@@ -18,6 +18,7 @@ from phalanx.run.launched import refuse_launched_ranks
 from phalanx.run.scratch import Scratch, scratch_directory
 from phalanx.verify.cases import Case
 from phalanx.verify.choose import Selection, choose_layouts
+from phalanx.verify.payloads import VerifyCase, VerifyPayload
 from phalanx.verify.result import VerifyResult
 from phalanx.verify.row import DTYPES, ROWS, Row
 
@@ -71,9 +72,9 @@ def _run_cases(selection: Selection, scratch: Scratch, add_row: Callable[[Row], 
     layout's fault.
     """
     job, directory = selection.job, scratch.directory
-    data_dir = ""
+    data_dir: Path | None = None
     if is_own_dataset(job.data.source) and not job.data.mixture:
-        data_dir = str(prepare_corpus(job.data, directory / "data", vocab_size=None).directory)
+        data_dir = prepare_corpus(job.data, directory / "data", vocab_size=None).directory
     remaining = [(dtype, case) for dtype in DTYPES for case in selection.planned]
     while remaining:
         row_reader = _RowReader(directory / ROWS, add_row)
@@ -99,27 +100,27 @@ def _run_group(
     selection: Selection,
     work: Sequence[tuple[str, Case]],
     directory: Path,
-    data_dir: str,
+    data_dir: Path | None,
     *,
     on_tick: Callable[[], None],
 ) -> Outcome:
-    plans = [case.plan for _, case in work if case.plan is not None]
-    payload = {
-        "job": selection.job.to_json(),
-        "run_dir": str(directory),
-        "data_dir": data_dir,
-        "num_steps": selection.num_steps,
-        "num_ranks": plans[0].world_size,
-        "model": selection.model_name,
-        "work": [
-            {"dtype": dtype, "name": case.name, "parallel": dict(case.parallel), "plan": plan.to_json()}
-            for (dtype, case), plan in zip(work, plans, strict=True)
-        ],
-    }
+    cases = tuple(
+        VerifyCase(dtype, case.name, case.parallel, case.plan) for dtype, case in work if case.plan is not None
+    )
+    num_ranks = cases[0].plan.world_size
+    payload = VerifyPayload(
+        job=selection.job,
+        run_dir=directory,
+        data_dir=data_dir,
+        num_steps=selection.num_steps,
+        num_ranks=num_ranks,
+        model_name=selection.model_name,
+        cases=cases,
+    )
     spec = LaunchSpec(
         entry="phalanx.verify.rank:main",
-        payload=payload,
-        num_ranks=plans[0].world_size,
+        payload_of_attempt=lambda: payload,
+        num_ranks=num_ranks,
         run_dir=directory,
         preload=("torch", "torch._dynamo", "phalanx.verify.rank", *preloaded(selection.job.model.kind)),
         stepless="judging layouts",

@@ -5,24 +5,23 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from phalanx.core.errors import ExitCode, LayoutError
+from phalanx.core.typed_json import JsonObject
 from phalanx.job.schema import Job
+from phalanx.launch.rank_link import RankLink
 from phalanx.mesh.compat import TORCH_VERSION
 from phalanx.mesh.mesh import open_mesh
 from phalanx.parallel.parallelize import transforms
 from phalanx.plan.coverage import check_rules, whole_by_default
 from phalanx.plan.layout import Layout
-from phalanx.plan.plan import Plan
 from phalanx.verify.batches import as_dtype, global_steps, share_of
 from phalanx.verify.layout_run import LayoutRun, judged_part
 from phalanx.verify.lossy import note_on, tolerance_of, unequal_ranks
+from phalanx.verify.payloads import VerifyCase, VerifyPayload
 from phalanx.verify.references import References
 from phalanx.verify.rerouted import compare_routes
 from phalanx.verify.row import ROWS, Row
@@ -33,31 +32,31 @@ MOST_COMPILED = 64  # times, of one block: in training and evaluation, with and 
 transforms()  # imported in the server, once, instead of in every rank
 
 
-def main(payload: dict[str, Any]) -> int:
-    """`payload`: job, run_dir, data_dir, num_steps, num_ranks, model (its name), work (dtype, name, parallel, plan).
-    Appends a row for each piece of work to run_dir/rows.jsonl, and returns 0 whatever they say.
-    """
-    job = Job.model_validate_json(json.dumps(payload["job"]))
-    num_ranks, run_dir = int(payload["num_ranks"]), Path(payload["run_dir"])
-    with open_mesh(Layout(dp_replicate=num_ranks), device="cpu") as mesh:
-        first = Plan.from_json(payload["work"][0]["plan"])
-        data_dir = Path(payload["data_dir"]) if payload["data_dir"] else None
-        made = global_steps(job, first, data_dir, num_steps=payload["num_steps"])
-        for dtype, cases in itertools.groupby(payload["work"], key=lambda item: item["dtype"]):
-            steps = as_dtype(made, getattr(torch, dtype))
-            references = References(mesh, run_dir, job, first, dtype, steps)
-            for case in cases:
-                row = judge(job, case, references, payload["model"])
-                if mesh.rank == 0:
-                    with open(run_dir / ROWS, "a") as file:
-                        file.write(json.dumps(row.to_json()) + "\n")
+def main(document: JsonObject, link: RankLink) -> int:
+    """Compare layouts as one rank, of the JSON of a VerifyPayload. Returns 0 whatever the rows say."""
+    compare_layouts(VerifyPayload.from_json(document))
     return ExitCode.OK
 
 
-def judge(job: Job, case: Mapping[str, Any], references: References, model_name: str) -> Row:
+def compare_layouts(payload: VerifyPayload) -> None:
+    """Append a row for each case of `payload` to run_dir/rows.jsonl. Collective."""
+    job, run_dir, first = payload.job, payload.run_dir, payload.cases[0].plan
+    with open_mesh(Layout(dp_replicate=payload.num_ranks), device="cpu") as mesh:
+        made = global_steps(job, first, payload.data_dir, num_steps=payload.num_steps)
+        for dtype, cases in itertools.groupby(payload.cases, key=lambda case: case.dtype):
+            steps = as_dtype(made, getattr(torch, dtype))
+            references = References(mesh, run_dir, job, first, dtype, steps)
+            for case in cases:
+                row = judge(job, case, references, payload.model_name)
+                if mesh.rank == 0:
+                    with open(run_dir / ROWS, "a") as file:
+                        file.write(json.dumps(row.to_json()) + "\n")
+
+
+def judge(job: Job, case: VerifyCase, references: References, model_name: str) -> Row:
     """The row of one layout. Collective."""
     began = time.monotonic()
-    plan, dtype = Plan.from_json(case["plan"]), references.dtype
+    plan, dtype = case.plan, references.dtype
     whole, steps = references.of(plan)
     if isinstance(whole, str):
         return _refused(case, model_name, dtype, whole)
@@ -109,8 +108,8 @@ def judge(job: Job, case: Mapping[str, Any], references: References, model_name:
         notes += (f"judged by what rounding to float32 costs in one process: {', '.join(verdict.eased[:3])}",)
     wall_s = round(time.monotonic() - began, 3)
     return Row(
-        layout=case["name"],
-        parallel=case["parallel"],
+        layout=case.name,
+        parallel=case.parallel,
         model=model_name,
         dtype=trace.dtype,
         ok=verdict.first is None,
@@ -124,5 +123,5 @@ def judge(job: Job, case: Mapping[str, Any], references: References, model_name:
     )
 
 
-def _refused(case: Mapping[str, Any], model_name: str, dtype: str, why: str) -> Row:
-    return Row(case["name"], case["parallel"], model_name, dtype, None, {}, 0.0, refused=why)
+def _refused(case: VerifyCase, model_name: str, dtype: str, why: str) -> Row:
+    return Row(case.name, case.parallel, model_name, dtype, None, {}, 0.0, refused=why)

@@ -27,8 +27,9 @@ from phalanx.plan.warnings import NOTHING_MORE, MoreRemarks
 from phalanx.run.scratch import Scratch
 from phalanx.run.tokens import find_tokens
 from phalanx.run.trained.files import PROGRESS, RESULT
-from phalanx.run.trained.launch import require_result, run_ranks
+from phalanx.run.trained.launch import build_model_payload, require_result, run_ranks
 from phalanx.run.trained.model import DATA_KEYS, TrainedModel
+from phalanx.run.trained.payloads import EvaluatePayload
 
 # What a command line may change of the job that trained the model.
 EVALUATION_KEYS = (
@@ -140,9 +141,10 @@ def evaluate(
     Raises the PhalanxError of a rank, or RanksEndedError.
     """
     directory, data = scratch.directory, task.data
-    more = {"data_dir": str(data.corpus.directory.absolute()), "split": data.split}
+    model = build_model_payload(task.model, task.plan, scratch)
+    payload = EvaluatePayload(model, data.corpus.directory.absolute(), data.split)
     progress_file = directory / PROGRESS
-    run_ranks("evaluate", task.model, task.plan, scratch, more, lambda: on_progress(_read_progress(progress_file)))
+    run_ranks(payload, scratch, lambda: on_progress(_read_progress(progress_file)))
     require_result(directory / RESULT)
     facts = read_json(directory / RESULT)
     return EvaluationResult(

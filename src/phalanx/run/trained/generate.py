@@ -16,20 +16,12 @@ from phalanx.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from phalanx.plan.plan import Plan
 from phalanx.run.scratch import Scratch
 from phalanx.run.trained.files import TOKENS
-from phalanx.run.trained.launch import require_result, run_ranks
+from phalanx.run.trained.launch import build_model_payload, require_result, run_ranks
 from phalanx.run.trained.model import TrainedModel
+from phalanx.run.trained.payloads import GeneratePayload, SamplingOptions
 
 # What a command line may change of the job that trained the model.
 GENERATION_KEYS = ("parallel", "precision", "cluster", "data.tokenizer", "train.compile")
-
-
-@dataclass(frozen=True)
-class SamplingOptions:
-    """How a token is drawn: among the `top_k` likeliest, or the likeliest that make up `top_p`."""
-
-    temperature: float
-    top_k: int | None = None
-    top_p: float | None = None
 
 
 @dataclass
@@ -165,17 +157,19 @@ def generate_texts(
     has ended, in order. Raises the PhalanxError of a rank, or RanksEndedError.
     """
     tokenizer = generator.tokenizer
-    more = {
-        "prompts": [text.prompt_tokens for text in texts],
-        "num_tokens": num_tokens,
-        "context": generator.plan.seq_len,
-        "seed": seed,
-        "end": generator.end_token,
-        "sampling": {**asdict(sampling), "num_choices": tokenizer.vocab_size if tokenizer is not None else None},
-    }
+    payload = GeneratePayload(
+        model=build_model_payload(generator.model, generator.plan, scratch),
+        prompts=tuple(tuple(text.prompt_tokens) for text in texts),
+        num_tokens=num_tokens,
+        context=generator.plan.seq_len,
+        seed=seed,
+        end=generator.end_token,
+        sampling=sampling,
+        num_choices=tokenizer.vocab_size if tokenizer is not None else None,
+    )
     tokens_file = _TokensFile(scratch.directory / TOKENS, texts, on_text)
     try:
-        run_ranks("continue_texts", generator.model, generator.plan, scratch, more, tokens_file.poll)
+        run_ranks(payload, scratch, tokens_file.poll)
     finally:
         tokens_file.poll()  # what ranks wrote since the last time, also where they were stopped
     require_result(scratch.directory / TOKENS)

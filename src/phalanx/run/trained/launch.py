@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from phalanx.core.errors import ExitCode, PhalanxError
 from phalanx.core.secrets import Redactor
@@ -15,8 +14,13 @@ from phalanx.observe.bus import Bus
 from phalanx.plan.plan import Plan
 from phalanx.run.scratch import Scratch
 from phalanx.run.trained.model import TrainedModel
+from phalanx.run.trained.payloads import EvaluatePayload, GeneratePayload, ModelPayload
 
-DOING = {"evaluate": "evaluating", "continue_texts": "generating"}
+# By the payload: the function of phalanx.run.trained.rank that takes it, and what ranks do there, as messages say it.
+ENTRIES: Mapping[type, tuple[str, str]] = {
+    EvaluatePayload: ("evaluate", "evaluating"),
+    GeneratePayload: ("continue_texts", "generating"),
+}
 
 
 class RanksEndedError(Exception):
@@ -31,30 +35,32 @@ class RanksEndedError(Exception):
         self.exit_code, self.message = exit_code, message
 
 
-def run_ranks(
-    entry: str, model: TrainedModel, plan: Plan, scratch: Scratch, more: dict[str, Any], on_tick: Callable[[], None]
-) -> None:
-    """Run `entry` of phalanx.run.trained.rank on the plan's ranks until they are done.
+def build_model_payload(model: TrainedModel, plan: Plan, scratch: Scratch) -> ModelPayload:
+    """The part of a payload that says which model ranks open, how they share it and where they write."""
+    return ModelPayload(
+        job=model.job,
+        plan=plan,
+        run_dir=scratch.directory,
+        checkpoint=model.folder.url if model.folder is not None else "",
+        step=model.step or 0,
+        casts=model.is_imported,
+    )
+
+
+def run_ranks(payload: EvaluatePayload | GeneratePayload, scratch: Scratch, on_tick: Callable[[], None]) -> None:
+    """Run the work of `payload` on the ranks of its plan until they are done.
 
     Raises the PhalanxError that a rank raised, or RanksEndedError.
     """
-    directory = scratch.directory
-    payload = {
-        "job": model.job.to_json(),
-        "plan": plan.to_json(),
-        "run_dir": str(directory),
-        "checkpoint": model.folder.url if model.folder is not None else "",
-        "step": model.step,
-        "cast": model.is_imported,
-        **more,
-    }
+    directory, model = scratch.directory, payload.model
+    function, doing = ENTRIES[type(payload)]
     spec = LaunchSpec(
-        entry=f"phalanx.run.trained.rank:{entry}",
-        payload=payload,
-        num_ranks=plan.world_size,
+        entry=f"phalanx.run.trained.rank:{function}",
+        payload_of_attempt=lambda: payload,
+        num_ranks=model.plan.world_size,
         run_dir=directory,
         preload=("torch", "torch._dynamo", "phalanx.run.trained.rank", *preloaded(model.job.model.kind)),
-        stepless=DOING[entry],
+        stepless=doing,
         grace_s=1.0,
     )
     bus = Bus(rank=-1, attempt=0, run_dir=directory)

@@ -16,9 +16,11 @@ from phalanx.checkpoint.stores import find_checkpoint
 from phalanx.core.errors import DataError, ExitCode, LayoutError
 from phalanx.core.files import write_json_atomic
 from phalanx.core.phases import BlackBox, Phases
+from phalanx.core.typed_json import JsonObject
 from phalanx.data.corpus import load_corpus
 from phalanx.job.schema import Job
 from phalanx.launch.paths import black_box
+from phalanx.launch.rank_link import RankLink
 from phalanx.mesh.determinism import deterministic_algorithms
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.build import build_model, build_objective
@@ -27,6 +29,7 @@ from phalanx.parallel.parallelize import parallelize, transforms
 from phalanx.plan.plan import Plan
 from phalanx.run.data import check_masks, open_held_out
 from phalanx.run.trained.files import PROGRESS, RESULT, TOKENS
+from phalanx.run.trained.payloads import EvaluatePayload, GeneratePayload, ModelPayload
 from phalanx.train.evaluation import HeldOut
 from phalanx.train.evaluator import Evaluator
 from phalanx.train.generate import Sampling, generate
@@ -51,14 +54,15 @@ class Opened:
         return self.job.run.seed
 
 
-def evaluate(payload: dict[str, Any]) -> int:
-    """`payload`: job, plan, run_dir, checkpoint, step, data_dir, split. Rank 0 writes loss, targets and metrics."""
-    run_dir = Path(payload["run_dir"])
-    with _opened(payload) as opened:
+def evaluate(document: JsonObject, link: RankLink) -> int:
+    """Evaluate as one rank, of the JSON of an EvaluatePayload. Rank 0 writes loss, targets and metrics."""
+    payload = EvaluatePayload.from_json(document)
+    run_dir = payload.model.run_dir
+    with open_model(payload.model) as opened:
         job, mesh = opened.job, opened.mesh
-        corpus = load_corpus(Path(payload["data_dir"]))
+        corpus = load_corpus(payload.data_dir)
         check_masks(job, opened.model)
-        held_out = open_held_out(job, opened.plan, mesh, corpus, split=payload["split"])
+        held_out = open_held_out(job, opened.plan, mesh, corpus, split=payload.split)
         if held_out is None:
             raise DataError(
                 "nothing is held out", where=f"data.source {corpus.source}", fix="raise data.held_out_fraction"
@@ -79,29 +83,31 @@ def evaluate(payload: dict[str, Any]) -> int:
     return ExitCode.OK
 
 
-def continue_texts(payload: dict[str, Any]) -> int:
-    """`payload`: job, plan, run_dir, checkpoint, prompts (token ids), num_tokens, context, seed, end, sampling.
+def continue_texts(document: JsonObject, link: RankLink) -> int:
+    """Continue texts as one rank, of the JSON of a GeneratePayload.
 
     Rank 0 appends a line for each token, as it comes, and for the end of each text.
     """
-    with _opened(payload) as opened, open(Path(payload["run_dir"]) / TOKENS, "a") as file:
+    payload = GeneratePayload.from_json(document)
+    sampling = Sampling(**asdict(payload.sampling), num_choices=payload.num_choices)
+    with open_model(payload.model) as opened, open(payload.model.run_dir / TOKENS, "a") as file:
 
         def tell(**facts: Any) -> None:
             if opened.mesh.rank == 0:
                 file.write(json.dumps(facts) + "\n")
                 file.flush()
 
-        for number, prompt in enumerate(payload["prompts"]):
+        for number, prompt in enumerate(payload.prompts):
             began = time.monotonic()
             try:
                 tokens = generate(
                     opened.model,
-                    prompt,
-                    num_tokens=payload["num_tokens"],
-                    context=payload["context"],
-                    seed=payload["seed"] + number,
-                    sampling=Sampling(**payload["sampling"]),
-                    end=payload["end"],
+                    list(prompt),
+                    num_tokens=payload.num_tokens,
+                    context=payload.context,
+                    seed=payload.seed + number,
+                    sampling=sampling,
+                    end=payload.end,
                     on_token=lambda token, number=number: tell(text=number, token=token),  # type: ignore[misc]
                 )
             except TypeError as error:
@@ -114,24 +120,24 @@ def continue_texts(payload: dict[str, Any]) -> int:
 
 
 @contextlib.contextmanager
-def _opened(payload: dict[str, Any]) -> Iterator[Opened]:
-    job = Job.model_validate_json(json.dumps(payload["job"]))
-    plan = Plan.from_json(payload["plan"])
+def open_model(payload: ModelPayload) -> Iterator[Opened]:
+    """Join the other ranks, build the model and load its weights. Collective."""
+    job, plan = payload.job, payload.plan
     rank = int(os.environ.get("RANK", "0"))
-    phases = Phases(BlackBox(black_box(Path(payload["run_dir"]), rank)))
+    phases = Phases(BlackBox(black_box(payload.run_dir, rank)))
     phases.enter("startup")
     timeout_s = job.resilience.collective_timeout_s
     deterministic = deterministic_algorithms(job.train.deterministic, device=plan.device, compiles=plan.compile)
     with deterministic, open_mesh(plan.layout, device=plan.device, timeout_s=timeout_s) as mesh:
         module = build_model(job, plan.model_shape)
-        initialize = not payload["checkpoint"] or job.model.is_foreign
+        initialize = not payload.checkpoint or job.model.is_foreign
         model = parallelize(module, plan, mesh, phases=phases, seed=job.run.seed, initialize=initialize)
-        if payload["checkpoint"]:
-            folder = find_checkpoint(payload["checkpoint"])
-            load(folder, model.shards(), group=mesh, phases=phases, cast=payload["cast"], weights_only=True)
+        if payload.checkpoint:
+            folder = find_checkpoint(payload.checkpoint)
+            load(folder, model.shards(), group=mesh, phases=phases, cast=payload.casts, weights_only=True)
             model.refresh()
         phases.leave("startup")
-        yield Opened(job, plan, mesh, model, payload["step"] or 0)
+        yield Opened(job, plan, mesh, model, payload.step)
 
 
 def _counted(held_out: HeldOut, run_dir: Path) -> HeldOut:

@@ -1,0 +1,31 @@
+"""What a rank can tell the process that started it, before its own process ends."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class RankLink(Protocol):
+    """Given to the entry that each rank calls."""
+
+    def report_error(self, error: BaseException) -> None:
+        """Tell why this rank fails, before anything that may wait for other ranks. The first call counts."""
+
+    def tell_done(self) -> None:
+        """Tell that this rank's work is done, whatever comes of what follows, such as a sample of text."""
+
+    def pass_on_event(self, line: str) -> None:
+        """Hand on the line of an event that the disk did not take, so that a person sees it."""
+
+
+class NoLink:
+    """The link of a rank whose launcher reads nothing but exit codes."""
+
+    def report_error(self, error: BaseException) -> None:
+        pass
+
+    def tell_done(self) -> None:
+        pass
+
+    def pass_on_event(self, line: str) -> None:
+        pass

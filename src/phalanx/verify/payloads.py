@@ -1,0 +1,37 @@
+"""What the process that verifies sends its ranks. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.core.typed_json import JsonObject, JsonRecord
+from phalanx.job.schema import Job
+from phalanx.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class VerifyCase:
+    """One layout in one floating-point type. `parallel`: its keys in the job, for the row."""
+
+    dtype: str
+    name: str
+    parallel: JsonObject
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class VerifyPayload(JsonRecord):
+    """Layouts that a group of `num_ranks` ranks compares with one process, for `num_steps` steps each.
+
+    `data_dir`: the job's own dataset, None for made-up tokens. `model_name` is for the rows, which rank 0 writes into
+    `run_dir`.
+    """
+
+    job: Job
+    run_dir: Path
+    data_dir: Path | None
+    num_steps: int
+    num_ranks: int
+    model_name: str
+    cases: tuple[VerifyCase, ...]
