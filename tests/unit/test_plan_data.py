@@ -15,7 +15,7 @@ from test_data_megatron import write as write_megatron
 from commands import write_text
 from phalanx.cli import _app
 from phalanx.job.load import load_job
-from phalanx.run.plan_job import plan_as_it_trains
+from phalanx.run.plan_job import plan_job
 from phalanx.run.prepare import prepare_run
 
 SMALL = ("model.num_layers=1", "model.dim=32", "model.num_heads=2", "data.seq_len=32", "cluster.device=cpu")
@@ -65,7 +65,8 @@ def test_a_plan_is_the_one_that_trains(
     monkeypatch.chdir(home)
     monkeypatch.syspath_prepend(home)
     job = load_job(None, [*SMALL, *overrides])
-    planned, lines = plan_as_it_trains(job)
+    planned_job = plan_job(job)
+    planned, lines = planned_job.plan, list(planned_job.data_lines)
     with prepare_run(job, tmp_path / "run", resume=False, num_ranks=None) as run:
         trained = run.plan
     assert planned.vocab_size == trained.vocab_size

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from phalanx.cli._options import JobArguments
+
+if TYPE_CHECKING:
+    from phalanx.run.plan_job import PlannedJob
 
 EXAMPLE = "Example: phalanx plan job.toml model.num_layers=24 cluster.memory_gib=8"
 
@@ -42,7 +46,7 @@ def command(
 
     with printing_json(as_json):
         if models:
-            _list_models(as_json)
+            _print_models(as_json)
             return 0
         if suggest:
             from phalanx.cli._suggest import print_suggestion
@@ -59,44 +63,44 @@ def command(
 
             print_explained(load_job(job_file, overrides), job_file, overrides, as_json=as_json)
             return 0
-        from dataclasses import replace
-
         from phalanx.job.load import load_job
-        from phalanx.job.own_dataset import is_own_dataset
-        from phalanx.plan.describe import describe
-        from phalanx.run.mixed_rows import warnings_of_rows
-        from phalanx.run.plan_job import plan_as_it_trains
+        from phalanx.run.plan_job import plan_job
 
-        job = load_job(job_file, overrides)
-        plan, data_lines = plan_as_it_trains(job)
-        plan = replace(plan, warnings=(*plan.warnings, *warnings_of_rows(job, plan)))
+        planned = plan_job(load_job(job_file, overrides), checks_initial=recut is None)
         if recut is not None:
-            from phalanx.run.recut import recut_of_run
-
-            better = recut_of_run(job, plan, recut)
-            if as_json:
-                print_json("recut", better.to_json(), indent=1)
-            else:
-                print("\n".join(better.lines()))
-            return 0
-        initial = None
-        if job.model.init_from is not None:
-            from phalanx.run.initial import find_initial
-
-            initial = find_initial(job.model, plan.model_shape)
-        if as_json:
-            print_json("plan", {**plan.to_json(), "initial": initial and initial.to_json()}, indent=1)
+            _print_recut(planned, recut, as_json)
+        elif as_json:
+            print_json("plan", planned.to_json(), indent=1)
         else:
-            print("\n".join([*data_lines, *describe(plan, of_samples=is_own_dataset(job.data.source))]))
-            print("\n".join(initial.lines() if initial else []), end="\n" if initial else "")
-            if job.data.source != "stdlib" or not plan.model_shape.reads_images:  # images need samples first
-                from phalanx.run.next_command import after_planning
-
-                print(after_planning(arguments or []))
+            _print_plan(planned, arguments or [])
     return 0
 
 
-def _list_models(as_json: bool) -> None:
+def _print_plan(planned: PlannedJob, arguments: Sequence[str]) -> None:
+    from phalanx.job.own_dataset import is_own_dataset
+    from phalanx.plan.describe import describe
+    from phalanx.run.next_command import after_planning
+
+    lines = [*planned.data_lines, *describe(planned.plan, of_samples=is_own_dataset(planned.job.data.source))]
+    if planned.initial is not None:
+        lines += planned.initial.lines()
+    if planned.can_train_now:
+        lines.append(after_planning(arguments))
+    print("\n".join(lines))
+
+
+def _print_recut(planned: PlannedJob, run_dir: Path, as_json: bool) -> None:
+    from phalanx.cli._json import print_json
+    from phalanx.run.recut import recut_of_run
+
+    better = recut_of_run(planned.job, planned.plan, run_dir)
+    if as_json:
+        print_json("recut", better.to_json(), indent=1)
+    else:
+        print("\n".join(better.lines()))
+
+
+def _print_models(as_json: bool) -> None:
     from phalanx.cli._json import print_json
     from phalanx.core.units import format_count
     from phalanx.job.presets import list_presets

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
 from phalanx.data.look import look_at_data
 from phalanx.data.tokenizer import BYTES
 from phalanx.job.foreign import foreign_shape
@@ -11,14 +14,52 @@ from phalanx.job.schema import Data, Job
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.run.data_facts import look_in_words, looked_facts
+from phalanx.run.mixed_rows import warnings_of_rows
 from phalanx.run.tokens import find_tokens
 
+if TYPE_CHECKING:
+    from phalanx.run.initial import Initial
 
-def plan_as_it_trains(job: Job) -> tuple[Plan, list[str]]:
-    """The plan, and a line for each source of data that was looked at.
 
-    Raises LayoutError (exit 3), and DataError (exit 4) for data that a run would refuse.
+@dataclass(frozen=True)
+class PlannedJob:
+    """The plan of a job with all its warnings, a line for each source of data that was looked at,
+    and the weights it starts from (None for random ones).
     """
+
+    job: Job
+    plan: Plan
+    data_lines: tuple[str, ...]
+    initial: Initial | None
+
+    @property
+    def can_train_now(self) -> bool:
+        """False for a model of images while the job names no data: the default source has none."""
+        return self.job.data.source != Data().source or not self.plan.model_shape.reads_images
+
+    def to_json(self) -> dict[str, Any]:
+        """Facts of `phalanx plan --json`."""
+        return {**self.plan.to_json(), "initial": self.initial and self.initial.to_json()}
+
+
+def plan_job(job: Job, *, checks_initial: bool = True) -> PlannedJob:
+    """Plan a job as `phalanx train` would.
+
+    Raises LayoutError (exit 3), DataError (exit 4) for data that a run would refuse, and with
+    `checks_initial` CheckpointError for a model.init_from that is not there or does not fit.
+    """
+    plan, data_lines = _plan_with_data(job)
+    plan = replace(plan, warnings=(*plan.warnings, *warnings_of_rows(job, plan)))
+    initial = None
+    if checks_initial and job.model.init_from is not None:
+        from phalanx.run.initial import find_initial  # reads checkpoints, which most jobs have none of
+
+        initial = find_initial(job.model, plan.model_shape)
+    return PlannedJob(job, plan, tuple(data_lines), initial)
+
+
+def _plan_with_data(job: Job) -> tuple[Plan, list[str]]:
+    """(the plan, a line for each source of data that was looked at)."""
     shape, tokens = foreign_shape(job), find_tokens(job)
     is_usual = _needs_no_look(job) and tokens.default in ("", BYTES)
     if is_usual or ((shape or shape_of(job, vocab_size=1)).reads_images and _has_tokens(job)):
