@@ -1,0 +1,1 @@
+"""What checks the source; no part of the package that is installed."""
