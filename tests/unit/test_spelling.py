@@ -10,7 +10,7 @@ import pytest
 
 from phalanx.cli import _app
 from phalanx.cli._spelling import OTHER_VERBS
-from phalanx.cli._spelling import leaves as leaves_of_the_file
+from phalanx.cli._spelling import sections_by_key as sections_of_the_file
 from phalanx.core.registry import names
 from phalanx.job.explain import leaves, sections
 from phalanx.job.load import load_job
@@ -145,7 +145,7 @@ def test_other_verbs_lead_to_verbs() -> None:
 
 
 def test_the_schemas_file_knows_the_same_keys() -> None:
-    assert {name: set(found) for name, found in leaves_of_the_file().items()} == {
+    assert {name: set(found) for name, found in sections_of_the_file().items()} == {
         name: set(found) for name, found in leaves().items()
     }
 

@@ -41,7 +41,7 @@ class Verbs(TyperGroup):
             return None
         module = importlib.import_module(f"{PACKAGE}.{name}")
         if hasattr(module, "COMMANDS"):
-            return _with_sub_verbs(name, module)
+            return _build_sub_verbs(name, module)
         app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
         app.command(name=name, epilog=getattr(module, "EXAMPLE", None))(module.command)
         return typer.main.get_command(app)
@@ -56,9 +56,9 @@ class Verbs(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] not in names(PACKAGE):
-            from phalanx.cli._spelling import meant_by_verb
+            from phalanx.cli._spelling import suggest_verb
 
-            near = did_you_mean(args[0], names(PACKAGE)) or meant_by_verb(args[0])
+            near = did_you_mean(args[0], names(PACKAGE)) or suggest_verb(args[0])
             raise UsageMistake(f"no verb {args[0]!r}" + (f"; {near}" if near else ""))
         return super().resolve_command(ctx, args)
 
@@ -82,7 +82,7 @@ class SubVerbs(TyperGroup):
             formatter.write_dl(list(lines.items()))
 
 
-def _with_sub_verbs(name: str, module: Any) -> Any:
+def _build_sub_verbs(name: str, module: Any) -> Any:
     """A verb whose module has `COMMANDS` (functions by name) and `EXAMPLES` (a line of help for each)."""
     app = typer.Typer(
         cls=SubVerbs, no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
@@ -172,16 +172,16 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _mistake_words(mistake: Any, arguments: Sequence[str]) -> str:
-    """What is wrong with the command line, what was meant, and the help of the verb that it was meant for."""
+    """The message for a wrong command line: the mistake, what was probably meant, the verb's help."""
     context = getattr(mistake, "ctx", None)
     verb = context.command_path if context else "phalanx"
     option = getattr(mistake, "option_name", None)
     if isinstance(option, str) and type(mistake).__name__ == "NoSuchOption":
-        from phalanx.cli._spelling import meant_by_option
+        from phalanx.cli._spelling import suggest_option
 
         own = [name for parameter in context.command.params for name in parameter.opts] if context else []
         takes_keys = any(parameter.name == "arguments" for parameter in context.command.params) if context else False
-        meant = meant_by_option(option, own, arguments, takes_keys=takes_keys)
+        meant = suggest_option(option, own, arguments, takes_keys=takes_keys)
         return f"No such option: {option}; {meant + ', or ' if meant else ''}see {verb} --help"
     return f"{mistake.format_message().rstrip('.')}; see {verb} --help"
 

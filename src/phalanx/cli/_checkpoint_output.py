@@ -34,7 +34,7 @@ def _describe_entry(entry: CheckpointEntry) -> str:
     return f"{when}  {size:>10} in {entry.num_files} files  written by {layout or 'one rank'}"
 
 
-def print_verification(result: Verification) -> None:
+def print_checkpoint_verdict(result: Verification) -> None:
     """Print each problem on a line of its own, and the verdict."""
     for problem in result.problems:
         print_line(f"phalanx: {problem}", as_problem=True)
@@ -44,7 +44,7 @@ def print_verification(result: Verification) -> None:
         print_line(f"damaged {result.url}: {plural(len(result.problems), 'problem')}")
 
 
-def print_pruned(result: PruneResult, *, dry_run: bool) -> None:
+def print_prune_result(result: PruneResult, *, dry_run: bool) -> None:
     """Print which checkpoints are gone and which are kept; of a `dry_run`, which would be."""
     for note in result.notes:
         print_line(f"note    {note}")
@@ -54,7 +54,7 @@ def print_pruned(result: PruneResult, *, dry_run: bool) -> None:
     print_line(f"{prefix}{kept}  {', '.join(result.kept)}")
 
 
-def print_exported(result: ExportResult) -> None:
+def print_export(result: ExportResult) -> None:
     """Print the model and the files that were written, and how transformers opens them."""
     exported = result.exported
     size = format_bytes(exported.num_bytes)
@@ -66,7 +66,7 @@ def print_exported(result: ExportResult) -> None:
     print_line(f'open    transformers.{exported.auto_class}.from_pretrained("{result.out}")')
 
 
-def print_imported(result: ImportResult, *, source: str, out: str) -> None:
+def print_import(result: ImportResult, *, source: str, out: str) -> None:
     """Print the checkpoint that was written, and how to train on from it."""
     print_line(f"from    {source}: {result.num_tensors} tensors of {result.dtype}, {format_bytes(result.num_bytes)}")
     for note in result.notes:

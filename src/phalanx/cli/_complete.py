@@ -20,8 +20,8 @@ MAX_RUNS = 50
 Candidates = list[tuple[str, str]]  # what is offered, and its words
 
 
-class Meant(str):
-    """What was probably meant. typer drops candidates that do not begin with what was typed; this one never does."""
+class Suggestion(str):
+    """A candidate that does not begin with what was typed. typer drops those; this one stays."""
 
     def startswith(self, *_: object) -> bool:  # type: ignore[override]
         return True
@@ -83,7 +83,7 @@ def _keys(incomplete: str) -> Candidates:
     """`section.key=` for each key that begins so, in full or without its section; else for the nearest ones."""
     known = dict(_all_keys())
     matches = [key for key in known if key.startswith(incomplete)]
-    kind: type[str] = str if matches else Meant
+    kind: type[str] = str if matches else Suggestion
     matches = matches or [key for key in known if key.partition(".")[2].startswith(incomplete)]
     matches = matches or difflib.get_close_matches(incomplete, known, n=3, cutoff=0.7)
     offered = [(kind(f"{key}="), known[key].get("description", "")) for key in matches]
@@ -93,7 +93,7 @@ def _keys(incomplete: str) -> Candidates:
 
 
 def _values(key: str, incomplete: str) -> Candidates:
-    """What may stand behind `key=`: its choices and its default; files, where it names one, are left to the shell."""
+    """Values that may stand behind `key=`: its choices and its default. Files are left to the shell."""
     schema = dict(_all_keys()).get(key)
     if schema is None:
         return []

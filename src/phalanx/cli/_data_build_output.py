@@ -30,7 +30,7 @@ class BuildDisplay:
         text = f"{format_count(counts.num_documents)} {documents}  {format_count(counts.num_tokens)} tokens"
         line.update(counts.read_bytes, progress.total_bytes, kept_bytes=progress.kept.read_bytes, said=text)
 
-    def print_stopped(self) -> None:
+    def print_interruption(self) -> None:
         """Print how many shards an interrupted build has done."""
         if self.last is not None:
             shards = f"{self.last.num_shards_done} of {self.last.num_shards} shards are whole and kept"

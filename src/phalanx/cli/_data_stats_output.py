@@ -15,7 +15,7 @@ BAR_CELLS = 40
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
-def print_verification(result: DatasetVerification) -> None:
+def print_dataset_verdict(result: DatasetVerification) -> None:
     """Print the verdict; problems were printed when they were stats."""
     if result.problems:
         print(f"damaged {result.directory}: {plural(len(result.problems), 'problem')}")

@@ -25,7 +25,7 @@ def print_json(kind: str, facts: Mapping[str, Any], *, indent: int | None = None
 
 @contextlib.contextmanager
 def printing_json(wanted: bool) -> Iterator[None]:
-    """Where JSON is `wanted`, an error is an object on standard output, too (phalanx.error/1)."""
+    """Inside, an error is an object on standard output, too (phalanx.error/1), if JSON is `wanted`."""
     try:
         yield
     except PhalanxError as error:

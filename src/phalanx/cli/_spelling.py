@@ -27,7 +27,7 @@ SOURCE_ENDINGS = (".txt", ".md", ".npy", ".bin", ".idx", ".jsonl", ".ndjson", ".
 SOURCE_ENDINGS += (".json.gz", ".jsonl.gz", ".jsonl.zst", ".gz", ".zst", ".py", ".text", ".html")
 
 
-def leaves() -> dict[str, tuple[str, ...]]:
+def sections_by_key() -> dict[str, tuple[str, ...]]:
     """The sections that have a key, by its name; from the schema's file, which is quicker than the schema."""
     found: dict[str, tuple[str, ...]] = {}
     for section, _, key in (name.partition(".") for name in job_keys()):
@@ -35,21 +35,21 @@ def leaves() -> dict[str, tuple[str, ...]]:
     return found
 
 
-def meant_by_option(option: str, own: Sequence[str], arguments: Sequence[str], *, takes_keys: bool) -> str:
-    """What `--steps 100` should be: an option of the verb, or a key of the job, with its value."""
+def suggest_option(option: str, own: Sequence[str], arguments: Sequence[str], *, takes_keys: bool) -> str:
+    """An option of the verb, or a key of the job with its value, instead of `--steps 100`."""
     name = option.lstrip("-").replace("-", "_").lower()
     if instead := OTHER_OPTIONS.get(name):
         return f"did you mean {instead}?"
     near = did_you_mean(option, [text for text in own if text.startswith("--")])
     if not takes_keys:
         return near
-    is_exact = name.rpartition(".")[2] in {*leaves(), *OTHER_NAMES}
-    keys = advice(option, leaves(), _value_of(option, arguments))
+    is_exact = name.rpartition(".")[2] in {*sections_by_key(), *OTHER_NAMES}
+    keys = advice(option, sections_by_key(), _value_of(option, arguments))
     return keys if keys and (is_exact or not near) else near or keys
 
 
 def _value_of(option: str, arguments: Sequence[str]) -> str:
-    """What the command line gives an option that is none: `--steps 100` or `--steps=100`."""
+    """The value that the command line gives an unknown option: `--steps 100` or `--steps=100`."""
     for index, word in enumerate(arguments):
         if word.startswith(f"{option}="):
             return word.partition("=")[2]
@@ -58,7 +58,7 @@ def _value_of(option: str, arguments: Sequence[str]) -> str:
     return ""
 
 
-def meant_by_verb(word: str) -> str:
+def suggest_verb(word: str) -> str:
     """'did you mean "train"?' for another tool's verb, or for what is an argument of ours."""
     if instead := OTHER_VERBS.get(word.lower()):
         return f'did you mean "{instead}"?'
@@ -72,7 +72,7 @@ def refuse_other_files(word: str) -> None:
     path = Path(word)
     what, fix = "", ""
     if path.is_dir():
-        what, fix = _of_directory(path, word)
+        what, fix = _describe_directory(path, word)
     elif path.is_file():
         if path.name.lower().endswith(SOURCE_ENDINGS):
             what, fix = "is data, not a job file", f"write data.source={word}"
@@ -81,12 +81,12 @@ def refuse_other_files(word: str) -> None:
     ):
         what, fix = "is a model, not a job file", f"write model.kind={word}"
     elif os.sep not in word:
-        what, fix = _of_name(word)
+        what, fix = _describe_name(word)
     if what:
         raise UsageError(f"{word!r} {what}", fix=fix)
 
 
-def _of_directory(path: Path, word: str) -> tuple[str, str]:
+def _describe_directory(path: Path, word: str) -> tuple[str, str]:
     if (path / "job.json").is_file():
         return "is a run, not a job file", f"phalanx train --resume {word} goes on with it"
     if (path / "config.json").is_file():
@@ -99,12 +99,12 @@ def _of_directory(path: Path, word: str) -> tuple[str, str]:
     return "is a folder, not a job file", f"write data.source={word} to train on what is in it"
 
 
-def _of_name(word: str) -> tuple[str, str]:
+def _describe_name(word: str) -> tuple[str, str]:
     """A preset, or a key or another trainer's name of one, where a job file was expected."""
     from phalanx.job.presets import preset_names
 
     if word in preset_names():
         return "is a preset, not a job file", f"write model.preset={word}"
-    if not Path(word).suffix and (keys := advice(word, leaves())):
+    if not Path(word).suffix and (keys := advice(word, sections_by_key())):
         return "is neither a job file nor key=value", keys
     return "", ""

@@ -54,7 +54,7 @@ def verify(
     from phalanx.checkpoint.listing import find_folder, find_folders
     from phalanx.checkpoint.stores import is_checkpoint
     from phalanx.checkpoint.verify import verify_folder
-    from phalanx.cli._checkpoint_output import print_verification
+    from phalanx.cli._checkpoint_output import print_checkpoint_verdict
     from phalanx.cli._json import print_json
     from phalanx.cli._output import report_errors
     from phalanx.cli._progress import ProgressLine
@@ -67,7 +67,7 @@ def verify(
         with ProgressLine(f"verifying {folder.name}") as line:
             results.append(verify_folder(folder, line.update))
         if not as_json:
-            print_verification(results[-1])
+            print_checkpoint_verdict(results[-1])
     if as_json:
         print_json("checkpoint-verify", {"checkpoints": [result.to_json() for result in results]}, indent=1)
     return ExitCode.OK if all(result.is_intact for result in results) else ExitCode.CHECKPOINT
@@ -107,7 +107,7 @@ def prune(
 ) -> int:
     """Remove old checkpoints of a run that no job is using. The best one and the newest that verifies always stay."""
     from phalanx.checkpoint.prune_run import prune_run
-    from phalanx.cli._checkpoint_output import print_pruned
+    from phalanx.cli._checkpoint_output import print_prune_result
     from phalanx.cli._json import print_json
     from phalanx.cli._output import report_errors
 
@@ -116,7 +116,7 @@ def prune(
     if as_json:
         print_json("checkpoint-prune", {"run": run, "dry_run": dry_run, **asdict(result)}, indent=1)
     else:
-        print_pruned(result, dry_run=dry_run)
+        print_prune_result(result, dry_run=dry_run)
     return 0
 
 
@@ -132,7 +132,7 @@ def export(
     as_json: JsonOption = False,
 ) -> int:
     """Write the weights as transformers opens them: safetensors, config.json and the tokenizer."""
-    from phalanx.cli._checkpoint_output import print_exported
+    from phalanx.cli._checkpoint_output import print_export
     from phalanx.cli._json import print_json
     from phalanx.cli._output import report_errors
     from phalanx.cli._progress import ProgressLine
@@ -154,7 +154,7 @@ def export(
     if as_json:
         print_json("checkpoint-export", result.to_json(), indent=1)
     else:
-        print_exported(result)
+        print_export(result)
     return 0
 
 
@@ -174,7 +174,7 @@ def import_weights(
 ) -> int:
     """Make a checkpoint of others' weights, to start training from (model.init_from) or to load."""
     from phalanx.checkpoint.exchange.import_weights import import_weights
-    from phalanx.cli._checkpoint_output import print_imported
+    from phalanx.cli._checkpoint_output import print_import
     from phalanx.cli._json import print_json
     from phalanx.cli._output import report_errors
     from phalanx.cli._progress import ProgressLine
@@ -184,7 +184,7 @@ def import_weights(
     if as_json:
         print_json("checkpoint-import", {"source": source, "out": out, **result.to_json()}, indent=1)
     else:
-        print_imported(result, source=source, out=out)
+        print_import(result, source=source, out=out)
     return 0
 
 

@@ -74,7 +74,7 @@ def build(
                 named="",
             )
     except KeyboardInterrupt:
-        display.print_stopped()
+        display.print_interruption()
         return ExitCode.INTERRUPTED
     summary = BuildSummary(dataset, display.last)
     if as_json:
@@ -125,7 +125,7 @@ def verify(dataset: DatasetDir, as_json: JsonOption = False) -> int:
     """Read every shard and compare it with its checksums; exit code 4 if anything is wrong."""
     import sys
 
-    from phalanx.cli._data_stats_output import print_verification
+    from phalanx.cli._data_stats_output import print_dataset_verdict
     from phalanx.cli._json import print_json, printing_json
     from phalanx.cli._progress import ProgressLine
     from phalanx.core.errors import DataError
@@ -145,7 +145,7 @@ def verify(dataset: DatasetDir, as_json: JsonOption = False) -> int:
     if as_json:
         print_json("data-verify", result.to_json(), indent=1)
     else:
-        print_verification(result)
+        print_dataset_verdict(result)
     return result.exit_code
 
 
