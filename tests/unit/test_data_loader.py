@@ -14,7 +14,7 @@ import torch
 from phalanx.core.batch import IGNORE_INDEX
 from phalanx.core.digest import stable_hash64
 from phalanx.data.corpus import Corpus
-from phalanx.data.loader import Batch, HeldOutBatches, Share, TrainBatches, held_out_batches
+from phalanx.data.loader import Batch, HeldOutBatches, Share, TrainBatches, build_held_out_batches
 from phalanx.data.order import SampleOrder
 from phalanx.data.prepare import prepare_corpus
 from phalanx.data.samples import Arrays, SampleSpec, TokenSamples, Windows, open_samples
@@ -239,7 +239,7 @@ def test_masks_number_the_documents_of_a_sample_and_restart_positions(documents:
 
 
 def test_held_out_documents_are_masked_too(documents: Corpus) -> None:
-    ranks = [held_out_batches(documents, Share(4, 2, 2, rank), **EVERYTHING) for rank in (0, 1)]
+    ranks = [build_held_out_batches(documents, Share(4, 2, 2, rank), **EVERYTHING) for rank in (0, 1)]
     for batch in itertools.chain(*(rank[""] for rank in ranks)):
         real = [(batch["targets"][row] != IGNORE_INDEX).sum() for row in range(2)]
         for row, num_real in enumerate(real):
@@ -291,7 +291,7 @@ def test_a_mixture_is_the_same_at_any_number_of_ranks(mixed: Corpus) -> None:
 
 
 def test_a_mixture_is_evaluated_by_source_with_tokens_by_weight(mixed: Corpus) -> None:
-    found = held_out_batches(mixed, Share(4, 4), seq_len=SEQ_LEN, max_tokens=100, seed=0)
+    found = build_held_out_batches(mixed, Share(4, 4), seq_len=SEQ_LEN, max_tokens=100, seed=0)
     assert list(found) == mixed.names
     assert [batches.num_targets for batches in found.values()] == [75, 25]
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.data.tokens import PlainArray, choose_split, find_outside, hashed_numbers, split_tokens
+from phalanx.data.tokens import PlainArray, choose_split, find_outside, hash_numbers, split_tokens
 
 
 class Array:
@@ -18,7 +18,7 @@ class Array:
     def __init__(self, lengths: list[int], first_token: int, numbers: list[int]) -> None:
         self.tokens = np.arange(first_token, first_token + sum(lengths)).astype("<u4")
         self.ends = np.cumsum(lengths).astype(np.uint64)
-        self.keys = hashed_numbers(np.array(numbers, np.int64))
+        self.keys = hash_numbers(np.array(numbers, np.int64))
 
 
 def arrays_of(lengths: list[list[int]]) -> list[Array]:
@@ -162,7 +162,7 @@ def test_ten_million_documents_take_no_loop() -> None:
     """By its structure, not by a clock: extents are neighbours joined, so few documents held out make few extents."""
     array = Array([1], 0, [0])
     array.ends = np.arange(1, 10_000_001).astype(np.uint64)
-    array.keys = hashed_numbers(np.arange(10_000_000))
+    array.keys = hash_numbers(np.arange(10_000_000))
     array.tokens = np.zeros(10_000_000, np.uint16)
     splits = split_tokens([array], 0.001, "document")
     assert splits.train.num_tokens + splits.held_out.num_tokens == 10_000_000

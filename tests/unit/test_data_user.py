@@ -13,7 +13,7 @@ import torch
 
 from phalanx.core.errors import DataError, LayoutError
 from phalanx.data import workers
-from phalanx.data.loader import Share, held_out_batches
+from phalanx.data.loader import Share, build_held_out_batches
 from phalanx.data.prepare import prepare_corpus
 from phalanx.data.user_dataset import LOOKED_AT, UserSamples, collate, digest_of_some
 from phalanx.job.own_dataset import is_own_dataset, num_workers
@@ -225,7 +225,7 @@ def test_held_out_samples_are_dealt_once_and_in_equally_many_batches(prepare: Ca
     corpus = prepare("good")
     for num_ranks, micro in itertools.product((1, 2, 3, 5, 7), (1, 2, 4)):
         shares = [Share(micro * num_ranks, micro, num_ranks, rank) for rank in range(num_ranks)]
-        found = [held_out_batches(corpus, share, seq_len=1, max_tokens=100, seed=0)[""] for share in shares]
+        found = [build_held_out_batches(corpus, share, seq_len=1, max_tokens=100, seed=0)[""] for share in shares]
         ranks = [[batch["targets"].tolist() for batch in batches] for batches in found]
         assert len({len(batches) for batches in ranks}) == 1
         assert sorted(target for batches in ranks for batch in batches for target in batch) == list(range(7))
@@ -233,13 +233,13 @@ def test_held_out_samples_are_dealt_once_and_in_equally_many_batches(prepare: Ca
 
 def test_no_held_out_dataset_is_no_evaluation(prepare: Callable[..., object]) -> None:
     corpus = prepare("good", held_out=None)
-    assert held_out_batches(corpus, Share(4, 4), seq_len=1, max_tokens=100, seed=0) == {}
+    assert build_held_out_batches(corpus, Share(4, 4), seq_len=1, max_tokens=100, seed=0) == {}
 
 
 def test_fewer_held_out_samples_than_ranks_are_refused(prepare: Callable[..., object]) -> None:
     corpus = prepare("good")
     with pytest.raises(DataError, match="7 held-out samples cannot be shared by 8 data-parallel ranks"):
-        held_out_batches(corpus, Share(8, 1, 8, 0), seq_len=1, max_tokens=100, seed=0)
+        build_held_out_batches(corpus, Share(8, 1, 8, 0), seq_len=1, max_tokens=100, seed=0)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from phalanx.data.build import build_dataset
 from phalanx.data.corpus import Corpus
 from phalanx.data.prepare import prepare_corpus
 from phalanx.data.tokenizer import load_tokenizer
-from phalanx.data.tokenizer_files import tokenizer_files
+from phalanx.data.tokenizer_files import collect_tokenizer_files
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job
 from phalanx.plan.planner import make_plan
@@ -217,12 +217,12 @@ def test_an_export_has_all_files_of_the_models_tokenizer_or_those_it_was_trained
     (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages }}")
     kept = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
     job = job_of(kind, text)
-    files = tokenizer_files(prepared(job, tmp_path / "data"), model_tokenizer(job.model), kept)
+    files = collect_tokenizer_files(prepared(job, tmp_path / "data"), model_tokenizer(job.model), kept)
     assert files.is_models
     assert dict(files.files) == {name: path.parent / name for name in kept}
     assert not files.settings, "config.json says itself what ends a text"
     other = job_of(kind, text, "data.tokenizer=bytes")
-    files = tokenizer_files(prepared(other, tmp_path / "bytes"), model_tokenizer(other.model), kept)
+    files = collect_tokenizer_files(prepared(other, tmp_path / "bytes"), model_tokenizer(other.model), kept)
     assert (files.is_models, dict(files.files)) == (False, {})
     assert files.settings == {"eos_token_id": 256}
     assert len(files.texts["tokenizer.json"]["model"]["vocab"]) == 257

@@ -1,7 +1,8 @@
 """Inputs become a dataset directory: shards in parallel, dataset.json last. Torch-free.
 
-What has been built lies under OUT/.build until dataset.json is there: for each finished shard a note with the digest of
-what went into it. Whoever comes after a kill keeps every shard whose note still holds, and builds the others.
+What has been built lies under OUT/.build until dataset.json is there: for each finished shard a
+note with the digest of what went into it. Whoever comes after a kill keeps every shard whose note
+still holds, and builds the others.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ _ROOM = 1.05  # of what the shards of the tokens bytes would take
 
 @dataclass(frozen=True)
 class BuildProgress:
-    """How far a build is. `counts` is of all shards, those kept from an interrupted build included."""
+    """The progress of a build. `counts` is of all shards, those kept from an interrupted build
+    included.
+    """
 
     counts: Counts
     total_bytes: int
@@ -102,13 +105,15 @@ def build_dataset(
 ) -> Dataset:
     """Turn text, JSONL, Parquet and Arrow files into the dataset directory `out`, and open it.
 
-    The shards are the same byte for byte at any number of workers; one worker builds in this process, None takes as
-    many as there are cores if that is worth their start. A finished dataset of the same inputs and options is opened as
-    it is, an unfinished one is continued. With `keep_unfinished=False` an error takes away whatever was written. Errors
-    call the inputs a value of `named`.
+    The shards are the same byte for byte at any number of workers; one worker builds in this
+    process, None takes as many as there are cores if that is worth their start. A finished dataset
+    of the same inputs and options is opened as it is, an unfinished one is continued. With
+    `keep_unfinished=False` an error takes away whatever was written. Errors call the inputs a value
+    of `named`.
 
-    Raises DataError (exit 4) for inputs that cannot be used or an `out` that holds something else, ResourceError
-    (exit 7) if `out` cannot be written, RunLockedError (exit 9) if another build is at it.
+    Raises DataError (exit 4) for inputs that cannot be used or an `out` that holds something else,
+    ResourceError (exit 7) if `out` cannot be written, RunLockedError (exit 9) if another build is
+    at it.
     """
     encoder = load_tokenizer(tokenizer)
     found = find_files(inputs, named, out)
@@ -145,7 +150,7 @@ def _useful_workers(encoder: Tokenizer, total_bytes: int) -> int:
 
 
 def _options(found: list[Found], encoder: Tokenizer, column: str, shard_bytes: int) -> dict[str, Any]:
-    """What decides about every byte of the dataset."""
+    """The options that decide about every byte of the dataset."""
     return {
         "format": FORMAT,
         "tokenizer": {"kind": encoder.kind, "digest": encoder.digest},
@@ -166,7 +171,9 @@ def _input_facts(found: Found) -> dict[str, Any]:
 
 
 def _check_place(out: Path) -> None:
-    """Refuse a place that holds anything but a dataset, finished or not, and one inside of a dataset."""
+    """Refuse a place that holds anything but a dataset, finished or not, and one inside of a
+    dataset.
+    """
     around = dataset_around(out)
     if around is not None:
         raise DataError(
@@ -284,7 +291,9 @@ def _build(
 
 
 def _same_options(out: Path, options: dict[str, Any]) -> None:
-    """Refuse to go on with a build of other options. Inputs may have changed: each shard knows what went into it."""
+    """Refuse to go on with a build of other options. Inputs may have changed: each shard knows what
+    went into it.
+    """
     path = out / STATE / OPTIONS
     mine = {key: value for key, value in options.items() if key != "inputs"}
     if path.exists() and any((out / STATE).glob("[0-9]*.json")):
@@ -304,13 +313,17 @@ def _same_options(out: Path, options: dict[str, Any]) -> None:
 
 
 def _note(out: Path, task: Task, outcome: Outcome) -> None:
-    """Written when the shard is durable under its name; a note that a power cut takes costs one shard."""
+    """Written when the shard is durable under its name; a note that a power cut takes costs one
+    shard.
+    """
     path = out / STATE / f"{task.number:05d}.json"
     write_json_atomic(path, {"task": task.digest, "outcome": outcome.to_json()}, durable=False)
 
 
 def _kept(tasks: list[Task], changed_ns: dict[str, int], column: str, out: Path) -> dict[int, Outcome]:
-    """Outcomes of an interrupted build that still hold: same inputs, and the shard is the one of the note."""
+    """Outcomes of an interrupted build that still hold: same inputs, and the shard is the one of
+    the note.
+    """
     kept: dict[int, Outcome] = {}
     for task in tasks:
         path = out / STATE / f"{task.number:05d}.json"
@@ -330,7 +343,9 @@ def _kept(tasks: list[Task], changed_ns: dict[str, int], column: str, out: Path)
 
 
 def _check_room(todo: list[Task], encoder: Tokenizer, out: Path) -> None:
-    """Said at once rather than after an hour. Only for bytes: other tokenizers make less of it, who knows how much."""
+    """Said at once rather than after an hour. Only for bytes: other tokenizers make less of it, who
+    knows how much.
+    """
     if encoder.kind != "bytes" or any(span.format not in ("text", "jsonl") for task in todo for span in task.spans):
         return
     needed = int(_ROOM * 2 * sum(task.weight for task in todo if all(s.format == "text" for s in task.spans)))

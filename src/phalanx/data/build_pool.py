@@ -1,7 +1,8 @@
-"""Runs the tasks of a build: in this process, or in workers that take one task after another. Torch-free.
+"""Runs the tasks of a build: in this process, or in workers that take one task after another.
+Torch-free.
 
-Workers are fresh interpreters with a pipe each way, one line of JSON per message. A worker whose parent is gone reads
-the end of its pipe and goes too.
+Workers are fresh interpreters with a pipe each way, one line of JSON per message. A worker whose
+parent is gone reads the end of its pipe and goes too.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class _Worker:
         self.send({"task": task.to_json()})
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """What has arrived. ResourceError if the worker is gone."""
+        """The messages that have arrived. Raises ResourceError if the worker is gone."""
         data = os.read(cast(IO[bytes], self.process.stdout).fileno(), 1 << 16)
         if not data:
             raise self.died()
@@ -117,11 +118,15 @@ def _in_workers(tasks: list[Task], hello: dict[str, Any], num_workers: int, runn
 
 @contextmanager
 def _open_workers(num_workers: int, hello: dict[str, Any]) -> Iterator[list[_Worker]]:
-    """Started, told what all tasks have in common, and gone when the block is left, however that is."""
-    # One core each: the workers are the parallelism. A library with threads of its own would only get in their way.
+    """Started, told what all tasks have in common, and gone when the block is left, however that
+    is.
+    """
+    # One core each: the workers are the parallelism. A library with threads of its own would only
+    # get in their way.
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
     environment = os.environ | threads | {"TOKENIZERS_PARALLELISM": "false"}
-    # -P: what lies in the current folder must not be imported instead of a library. Ours is where this file is.
+    # -P: what lies in the current folder must not be imported instead of a library. Ours is where
+    # this file is.
     command = [sys.executable, "-P", "-m", "phalanx.data.build_worker"]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [_HOME, os.environ.get("PYTHONPATH")]))
     workers: list[_Worker] = []
@@ -147,7 +152,9 @@ def _remove_partials(out: Path) -> None:
 
 
 def error_message(error: PhalanxError | OSError, out: Path) -> dict[str, Any]:
-    """An error of a worker as a message; an OSError is one of writing, since readers raise DataError."""
+    """An error of a worker as a message; an OSError is one of writing, since readers raise
+    DataError.
+    """
     told = (
         error
         if isinstance(error, PhalanxError)

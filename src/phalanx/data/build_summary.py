@@ -11,8 +11,8 @@ from phalanx.data.dataset import Dataset
 
 @dataclass(frozen=True)
 class BuildSpeed:
-    """What one call built. Shards that an interrupted build left are not in the bytes and the
-    rates.
+    """The work and the rates of one call. Shards that an interrupted build left are not in the
+    bytes and the rates.
     """
 
     elapsed_s: float

@@ -1,4 +1,6 @@
-"""What readers of rows share: where they stand, and what they say of a column that is not there. Torch-free."""
+"""What readers of rows share: where they stand, and what they say of a column that is not there.
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ MOST_NAMES = 20  # of columns or fields, in a message
 
 @dataclass
 class Reading:
-    """Where a reader stands: what progress and the summary need. `read` is in the units of Span.weight."""
+    """The position of a reader: what progress and the summary need. `read` is in the units of
+    Span.weight.
+    """
 
     read: float = 0.0
     num_null_rows: int = 0

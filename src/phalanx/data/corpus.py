@@ -1,8 +1,10 @@
-"""What a run trains on: one source of tokens or several with weights, or a user's own dataset. Torch-free.
+"""What a run trains on: one source of tokens or several with weights, or a user's own dataset.
+Torch-free.
 
-Text lies in `RUN/data`, built there before the first start, so that a resumed run reads exactly the tokens of the first
-one whatever became of the files. Sources of token ids are used where they lie, and must not change while a run lasts.
-`RUN/data/corpus.json` is the fact sheet: what every rank, every loader worker and every later attempt must find.
+Text lies in `RUN/data`, built there before the first start, so that a resumed run reads exactly the
+tokens of the first one whatever became of the files. Sources of token ids are used where they lie,
+and must not change while a run lasts. `RUN/data/corpus.json` is the fact sheet: what every rank,
+every loader worker and every later attempt must find.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ class SplitFacts:
 
 @dataclass(frozen=True)
 class Component:
-    """One source. `path` is relative to the corpus where the run has a copy of its own, else absolute."""
+    """One source. `path` is relative to the corpus where the run has a copy of its own, else
+    absolute.
+    """
 
     source: str
     weight: float
@@ -85,7 +89,9 @@ class Component:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The fact sheet of a run's data. Either there are components, or `user` is the user's own dataset."""
+    """The fact sheet of a run's data. Either there are components, or `user` is the user's own
+    dataset.
+    """
 
     directory: Path
     wanted: dict[str, Any]  # the keys of [data] that it was prepared for
@@ -115,7 +121,7 @@ class Corpus:
 
     @property
     def source(self) -> str:
-        """What the job named, for people."""
+        """The sources that the job names, as text for people."""
         return self.user.source if self.user else ", ".join(component.source for component in self.components)
 
     @property
@@ -179,7 +185,9 @@ class Corpus:
         return [self.open_component(component)[1][split] for component in self.components]
 
     def tokenizer(self) -> Tokenizer | None:
-        """What the text went through; None where there is no text. DataError if it is another one by now."""
+        """What the text went through; None where there is no text. DataError if it is another one
+        by now.
+        """
         if not self.is_text:
             return None
         first = self.components[0]
@@ -189,7 +197,9 @@ class Corpus:
 
 
 def load_corpus(out_dir: Path) -> Corpus:
-    """The corpus that `prepare_corpus` left in `out_dir`. Raises DataError if it is missing or damaged."""
+    """The corpus that `prepare_corpus` left in `out_dir`. Raises DataError if it is missing or
+    damaged.
+    """
     try:
         return Corpus.from_json(read_json(out_dir / MANIFEST), out_dir)
     except OSError as error:
@@ -200,7 +210,8 @@ def load_corpus(out_dir: Path) -> Corpus:
 
 
 def verify_corpus(corpus: Corpus, *, is_new: bool = False) -> list[str]:
-    """Read all tokens and compare checksums, unless there are too many. Returns what was not verified, in words.
+    """Read all tokens and compare checksums, unless there are too many. Returns what was not
+    verified, in words.
 
     With `is_new`, what was read or written a moment ago is not read again.
 
@@ -221,7 +232,7 @@ def verify_corpus(corpus: Corpus, *, is_new: bool = False) -> list[str]:
 
 
 def _is_foreign(component: Component) -> bool:
-    """Whether somebody else wrote it, elsewhere."""
+    """True if the file was written elsewhere, by another program."""
     return os.path.isabs(component.path)
 
 

@@ -1,8 +1,9 @@
 """Where a long text can be cut so that its parts have the tokens of the whole. Torch-free.
 
-Tokenizers split text at places that depend on a few characters around them, and never join across. So a place at a
-line's end is good if the text around it gives the same tokens in one go as in two. A tokenizer for which no place is
-good (one that marks the beginning of a text, say) gets its documents whole.
+Tokenizers split text at places that depend on a few characters around them, and never join across.
+So a place at a line's end is good if the text around it gives the same tokens in one go as in two.
+A tokenizer for which no place is good (one that marks the beginning of a text, say) gets its
+documents whole.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class Cutter:
         return None
 
     def cut_in_file(self, file: BinaryIO, offset: int, num_bytes: int) -> int:
-        """Where the first good place at or after byte `offset` of a file is; its end if there is none.
+        """Offset of the first good place at or after byte `offset` of a file is; its end if there
+        is none.
 
         The same for everyone who asks for the same offset, and never smaller for a larger one.
         """

@@ -26,7 +26,9 @@ _OTHER_FILES = 512  # that a process may want to open besides
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """`kind` is "bytes", "tokenizer.json" (a copy lies in the directory) or "none" (token ids without a text)."""
+    """`kind` is "bytes", "tokenizer.json" (a copy lies in the directory) or "none" (token ids
+    without a text).
+    """
 
     kind: str
     digest: str
@@ -34,7 +36,7 @@ class TokenizerFacts:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What dataset.json says."""
+    """The contents of dataset.json."""
 
     tokenizer: TokenizerFacts
     vocab_size: int
@@ -104,7 +106,9 @@ def with_checksum(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(value: Any) -> dict[str, Any]:
-    """What `with_checksum` was given. Raises ValueError if that is not what this is, or not any more."""
+    """What `with_checksum` was given. Raises ValueError if that is not what this is, or not any
+    more.
+    """
     if not isinstance(value, dict):
         raise ValueError("it is not a JSON object")
     fields = dict(value)
@@ -123,7 +127,9 @@ def _require(is_good: bool, name: str, value: object) -> None:
 
 @dataclass(frozen=True)
 class Dataset:
-    """An open dataset: every shard mapped, none of it read. `digest` is that of dataset.json's bytes."""
+    """An open dataset: every shard mapped, none of it read. `digest` is that of dataset.json's
+    bytes.
+    """
 
     directory: Path
     manifest: Manifest
@@ -169,7 +175,9 @@ class Dataset:
         return sum(shard.facts.num_documents - shard.facts.continues for shard in self.shards)
 
     def load_tokenizer(self) -> Tokenizer | None:
-        """The tokenizer its text went through; None where it was given as ids. DataError if it is not the one."""
+        """The tokenizer its text went through; None where it was given as ids. DataError if it is
+        not the one.
+        """
         if self.tokenizer.kind == "none":
             return None
         name = "bytes" if self.tokenizer.kind == "bytes" else str(self.directory / TOKENIZER_FILE)
@@ -237,7 +245,9 @@ def read_manifest(directory: Path) -> tuple[Manifest, str]:
 
 
 def verify_dataset(directory: Path, progress: Progress | None = None) -> Iterator[DataError]:
-    """Everything that is wrong with a dataset, as it is found: each shard is read whole and compared."""
+    """Everything that is wrong with a dataset, as it is found: each shard is read whole and
+    compared.
+    """
     try:
         manifest, manifest_digest = read_manifest(directory)
     except DataError as error:

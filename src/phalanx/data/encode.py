@@ -1,4 +1,6 @@
-"""One task becomes one shard: read, encode in batches, write. What a worker process does. Torch-free."""
+"""One task becomes one shard: read, encode in batches, write. What a worker process does.
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ REPORT_S = 0.2
 
 @dataclass
 class Counts:
-    """What went through so far, of one task or of all."""
+    """Counts of what was encoded so far, of one task or of all."""
 
     read_bytes: float = 0.0  # of the input files, compressed or not
     text_bytes: int = 0  # of UTF-8 that was encoded
@@ -50,7 +52,7 @@ def sum_counts(parts: Iterable[Counts]) -> Counts:
 
 @dataclass
 class Outcome:
-    """What became of a task; no facts where it held no token."""
+    """The result of a task; without facts if it held no token."""
 
     facts: ShardFacts | None
     counts: Counts = field(default_factory=Counts)
@@ -68,7 +70,9 @@ Report = Callable[[Counts], None]
 
 
 class Content:
-    """A digest of what lies in the inputs of a task: the same wherever they lie, whenever they were written."""
+    """A digest of what lies in the inputs of a task: the same wherever they lie, whenever they were
+    written.
+    """
 
     def __init__(self) -> None:
         self._hash = xxhash.xxh3_128()
@@ -91,7 +95,9 @@ def content_of(task: Task, column: str) -> str:
 
 
 def build_shard(task: Task, out: Path, tokenizer: Tokenizer, column: str, report: Report) -> Outcome:
-    """Write the shard of `task` in `out`: whole or absent. Raises DataError, and OSError where writing fails."""
+    """Write the shard of `task` in `out`: whole or absent. Raises DataError, and OSError where
+    writing fails.
+    """
     began = time.monotonic()
     counts, reading, content = Counts(), Reading(), Content()
     told_s = 0.0

@@ -1,8 +1,9 @@
-"""The sample ledger: proof, from a run's own records, that no sample was repeated or left out. Torch-free.
+"""The sample ledger: proof, from a run's own records, that no sample was repeated or left out.
+Torch-free.
 
-With observe.samples every rank says which samples it read for each step that was done, and the checksum of what was
-delivered. Restarts are part of it: what an attempt did after the step that the next one continued from does not count,
-but what both read must have been the same.
+With observe.samples every rank says which samples it read for each step that was done, and the
+checksum of what was delivered. Restarts are part of it: what an attempt did after the step that the
+next one continued from does not count, but what both read must have been the same.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from phalanx.observe.events import RunStarted, SamplesRead
 from phalanx.observe.tail import EventTail
 
 MAX_SHOWN = 20
-# What lies beyond was not written by a rank. A run's own numbers, which are smaller, count where they are on record.
+# What lies beyond was not written by a rank. A run's own numbers, which are smaller, count where
+# they are on record.
 MAX_SAMPLE, MAX_OF_A_STEP, MAX_STEPS, MAX_RANKS = 2**60, 2**24, 2**53, 2**20
 
 
@@ -38,7 +40,9 @@ class Reading:
 
 @dataclass(frozen=True)
 class Start:
-    """How an attempt began: the step it continued from, and what none of its records can exceed."""
+    """The beginning of an attempt: the step it continued from, and what none of its records can
+    exceed.
+    """
 
     step: int
     total_steps: int
@@ -47,7 +51,9 @@ class Start:
 
 @dataclass(frozen=True)
 class LedgerReport:
-    """`problems` is empty if every sample was read exactly once, in order, as the order of samples wants it."""
+    """`problems` is empty if every sample was read exactly once, in order, as the order of samples
+    wants it.
+    """
 
     num_samples: int
     num_steps: int
@@ -64,7 +70,7 @@ class LedgerReport:
         return asdict(self) | {"ok": self.ok}
 
     def lines(self) -> list[str]:
-        """What was found, for people."""
+        """The report as lines for people."""
         attempts = f" over {self.num_attempts} attempts" if self.num_attempts > 1 else ""
         total = f"{self.num_samples:,} samples in {self.num_steps:,} steps{attempts}"
         if self.ok:
@@ -75,7 +81,9 @@ class LedgerReport:
 
 
 def check_ledger(run_dir: Path) -> LedgerReport:
-    """Check the records of all attempts of a run. Raises DataError (exit 4) where there are none, or no run."""
+    """Check the records of all attempts of a run. Raises DataError (exit 4) where there are none,
+    or no run.
+    """
     if not run_dir.is_dir():
         raise DataError("no such directory", where=str(run_dir), fix="give the directory of a run")
     found, starts = _read_events(run_dir)
@@ -121,7 +129,9 @@ def _read_events(run_dir: Path) -> tuple[list[Reading], dict[int, Start]]:
 
 
 def _damage(event: SamplesRead, start: Start | None) -> str:
-    """Why a record cannot be what a rank wrote; empty if it can. Nothing that follows is longer than it says."""
+    """Why a record cannot be what a rank wrote; empty if it can. Nothing that follows is longer
+    than it says.
+    """
     total_steps = min(start.total_steps, MAX_STEPS) if start else MAX_STEPS
     num_ranks = min(start.world_size, MAX_RANKS) if start else MAX_RANKS
     if not _is_whole(event.step, 1, total_steps + 1):
@@ -141,7 +151,9 @@ def _is_whole(value: object, least: int, beyond: int) -> bool:
 
 
 def _last_attempts(readings: Sequence[Reading], starts: dict[int, Start]) -> dict[int, list[Reading]]:
-    """By step, the records that count: an attempt undoes all that was done after the step it continued from."""
+    """By step, the records that count: an attempt undoes all that was done after the step it
+    continued from.
+    """
     counted: dict[int, list[Reading]] = {}
     for attempt in sorted({reading.attempt for reading in readings} | set(starts)):
         mine = [reading for reading in readings if reading.attempt == attempt]
@@ -154,7 +166,9 @@ def _last_attempts(readings: Sequence[Reading], starts: dict[int, Start]) -> dic
 
 
 def _complete_steps(counted: dict[int, list[Reading]]) -> tuple[dict[int, list[Reading]], list[str]]:
-    """The steps that every rank has recorded. The newest may be incomplete: ranks were stopped in between."""
+    """The steps that every rank has recorded. The newest may be incomplete: ranks were stopped in
+    between.
+    """
     done: dict[int, list[Reading]] = {}
     problems: list[str] = []
     newest, expected = max(counted, default=0), 1
@@ -181,7 +195,9 @@ def _complete_steps(counted: dict[int, list[Reading]]) -> tuple[dict[int, list[R
 
 
 def _not_in_order(done: dict[int, list[Reading]]) -> Iterator[str]:
-    """Steps that do not begin where the one before ended, and samples that a step repeats or leaves out."""
+    """Steps that do not begin where the one before ended, and samples that a step repeats or leaves
+    out.
+    """
     expected = 0
     for step, readings in done.items():
         ranges = sorted(edge for reading in readings for edge in _ranges(reading.event))
@@ -209,7 +225,9 @@ def _differing_again(readings: Sequence[Reading]) -> Iterator[str]:
 
 
 def _wrong_content(readings: Sequence[Reading], samples: Samples) -> Iterator[str]:
-    """Readings whose checksum is not that of the samples they name. Those of an unusual size are not even compared."""
+    """Readings whose checksum is not that of the samples they name. Those of an unusual size are
+    not even compared.
+    """
     sizes = Counter((reading.attempt, _num_samples(reading.event)) for reading in readings)
     usual = {attempt: size for (attempt, size), _ in reversed(sizes.most_common())}
     for reading in readings:
@@ -225,7 +243,9 @@ def _wrong_content(readings: Sequence[Reading], samples: Samples) -> Iterator[st
 
 
 def _open(run_dir: Path) -> Samples | None:
-    """The run's samples, to compare with; None for a user's own dataset, whose code is not run here."""
+    """The run's samples, to compare with; None for a user's own dataset, whose code is not run
+    here.
+    """
     try:
         job = read_json(run_dir / "job.json")
     except (OSError, ValueError) as error:

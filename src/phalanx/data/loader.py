@@ -1,7 +1,9 @@
-"""Batches of one rank, cut from the global sequence of samples so that the union over ranks does not depend on them.
+"""Batches of one rank, cut from the global sequence of samples so that the union over ranks does
+not depend on them.
 
-A batch of tokens has `inputs`, `targets` and `positions`, int64 tensors [micro_batch_size, seq_len] on the CPU, and
-with document masks `document_ids`. Batches of a user's own dataset have the keys of its samples.
+A batch of tokens has `inputs`, `targets` and `positions`, int64 tensors [micro_batch_size, seq_len]
+on the CPU, and with document masks `document_ids`. Batches of a user's own dataset have the keys of
+its samples.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Share:
-    """What part of every global batch a rank reads, and from where on: `done_samples` were consumed by `done_steps`."""
+    """The part of every global batch that a rank reads, and from where on: `done_samples` were
+    consumed by `done_steps`.
+    """
 
     global_batch_size: int
     micro_batch_size: int
@@ -50,11 +54,15 @@ class Share:
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """What held-out batches need to know."""
+        """(micro_batch_size, data_parallel_size, data_parallel_rank), as held-out batches take
+        them.
+        """
         return self.micro_batch_size, self.data_parallel_size, self.data_parallel_rank
 
     def cursor(self, step: int) -> int:
-        """Samples consumed by all ranks before `step` (1-based), whatever the batch size was before `done_steps`."""
+        """Samples consumed by all ranks before `step` (1-based), whatever the batch size was before
+        `done_steps`.
+        """
         assert step > self.done_steps, (step, self.done_steps)
         return self.done_samples + (step - 1 - self.done_steps) * self.global_batch_size
 
@@ -69,13 +77,15 @@ class Share:
 
 
 class TrainBatches:
-    """The microbatches of one rank, by step number: any step from the share's first on; steps in a row are read ahead.
+    """The microbatches of one rank, by step number: any step from the share's first on; steps in a
+    row are read ahead.
 
-    `workers=0` reads ahead in a thread; a user's own dataset is then read in the step itself, because its code may not
-    run beside the training's (it draws from the same global generators). `emit` takes what becomes of workers; what
-    they print goes to files whose names begin with `worker_logs`; `rank` is whose they are. `keep_record` makes
-    `record` answer. `pin_for`, a GPU: batches lie in page-locked memory, from which it copies them without being waited
-    for; the thread that reads ahead puts them there.
+    `workers=0` reads ahead in a thread; a user's own dataset is then read in the step itself,
+    because its code may not run beside the training's (it draws from the same global generators).
+    `emit` takes what becomes of workers; what they print goes to files whose names begin with
+    `worker_logs`; `rank` is whose they are. `keep_record` makes `record` answer. `pin_for`, a GPU:
+    batches lie in page-locked memory, from which it copies them without being waited for; the
+    thread that reads ahead puts them there.
     """
 
     def __init__(
@@ -113,7 +123,9 @@ class TrainBatches:
         self._digests: dict[int, str] = {}
 
     def step_microbatches(self, step: int) -> list[Batch]:
-        """The microbatches of `step` (1-based), in order. An error of what reads ahead is raised here."""
+        """The microbatches of `step` (1-based), in order. An error of what reads ahead is raised
+        here.
+        """
         if isinstance(self._reader, _Prefetch):
             loaded = self._reader.get(step)
         else:
@@ -127,7 +139,9 @@ class TrainBatches:
         ]
 
     def record(self, step: int) -> list[Event]:
-        """What was read for `step`, to be said when the step is done. Nothing without `keep_record`."""
+        """What was read for `step`, to be said when the step is done. Nothing without
+        `keep_record`.
+        """
         if step not in self._digests:
             return []
         ranges = [edge for row in self.share.sample_indices(step).tolist() for edge in (row[0], row[-1] + 1)]
@@ -164,7 +178,9 @@ class _Loaded(NamedTuple):
 
 
 class _Prefetch:
-    """Builds the step after the one asked for in one background thread; at most one finished step waits."""
+    """Builds the step after the one asked for in one background thread; at most one finished step
+    waits.
+    """
 
     def __init__(self, load: Callable[[int], _Loaded]) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="phalanx-data")
@@ -185,10 +201,12 @@ class _Prefetch:
 
 
 class HeldOutBatches:
-    """Held-out tokens in order, in windows that do not overlap; rank r has every data_parallel_size-th.
+    """Held-out tokens in order, in windows that do not overlap; rank r has every
+    data_parallel_size-th.
 
-    Every token but the first is a target exactly once over all ranks, up to `max_tokens` targets. All ranks yield the
-    same number of batches, as collectives require: what is missing is padding, whose targets are IGNORE_INDEX.
+    Every token but the first is a target exactly once over all ranks, up to `max_tokens` targets.
+    All ranks yield the same number of batches, as collectives require: what is missing is padding,
+    whose targets are IGNORE_INDEX.
     """
 
     def __init__(
@@ -219,7 +237,9 @@ class HeldOutBatches:
             yield {name: torch.from_numpy(np.stack([row[name] for row in rows_of])) for name in rows_of[0]}
 
     def _window(self, number: int) -> Arrays:
-        """One window, [seq_len]; what lies beyond the tokens is padding: a document of its own without targets."""
+        """One window, [seq_len]; what lies beyond the tokens is padding: a document of its own
+        without targets.
+        """
         seq_len, start = self._windows.seq_len, number * self._windows.seq_len
         num_real = min(max(0, self.num_targets - start), seq_len)  # the target of input i is token i + 1
         cut = Windows(num_real, self._windows.document_masks, self._windows.ends_are_marked)
@@ -235,7 +255,8 @@ class HeldOutBatches:
 
 
 class HeldOutSamples:
-    """The first samples of a user's held-out dataset, as they lie, dealt to the ranks; none is repeated or left out.
+    """The first samples of a user's held-out dataset, as they lie, dealt to the ranks; none is
+    repeated or left out.
 
     All ranks yield the same number of batches; their sizes may differ by one.
     """
@@ -248,7 +269,7 @@ class HeldOutSamples:
         data_parallel_size: int,
         data_parallel_rank: int,
     ) -> None:
-        assert num_samples >= data_parallel_size, "held_out_batches refuses these"
+        assert num_samples >= data_parallel_size, "build_held_out_batches refuses these"
         self._samples = samples
         self._mine = np.arange(data_parallel_rank, num_samples, data_parallel_size)
         self._num_batches = -(-(num_samples // data_parallel_size) // micro_batch_size)
@@ -261,7 +282,7 @@ class HeldOutSamples:
             yield {name: torch.from_numpy(array) for name, array in self._samples.take(indices).items()}
 
 
-def held_out_batches(
+def build_held_out_batches(
     corpus: Corpus,
     share: Share,
     *,
@@ -275,8 +296,8 @@ def held_out_batches(
 
     `split` "train" evaluates the other side of tokens: all of them, where nothing is held out.
 
-    The sources of a mixture share `max_tokens` by their weights. Of a user's own dataset it is a number of samples.
-    Raises DataError if there are fewer than ranks.
+    The sources of a mixture share `max_tokens` by their weights. Of a user's own dataset it is a
+    number of samples. Raises DataError if there are fewer than ranks.
     """
     if corpus.user is not None:
         return _own_held_out(corpus.user, share, max_tokens, seed)

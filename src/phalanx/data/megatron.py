@@ -2,10 +2,10 @@
 
 The `.bin` holds the tokens of all sequences, one after another. The `.idx`, little-endian:
 
-    magic "MMIDIDX" and two zero bytes | version uint64 | code of the type uint8
-    number of sequences S uint64 | number of document boundaries D uint64
-    lengths int32 [S], in tokens | pointers int64 [S], in bytes into the .bin | boundaries int64 [D], in sequences
-    modes int8 [S], only in datasets of several modalities
+magic "MMIDIDX" and two zero bytes | version uint64 | code of the type uint8 number of sequences S
+uint64 | number of document boundaries D uint64 lengths int32 [S], in tokens | pointers int64 [S],
+in bytes into the .bin | boundaries int64 [D], in sequences modes int8 [S], only in datasets of
+several modalities
 
 Document d is the sequences from boundary d to boundary d + 1.
 """
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from phalanx.core.errors import DataError
 from phalanx.core.files import open_regular
-from phalanx.data.tokens import Int64s, Tokens, Uint64s, hashed_numbers
+from phalanx.data.tokens import Int64s, Tokens, Uint64s, hash_numbers
 from phalanx.data.unreadable import unreadable
 
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
@@ -33,7 +33,9 @@ DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # the codes
 
 @dataclass(frozen=True)
 class MegatronFile:
-    """An open dataset: tokens memory-mapped, and the documents in them. Documents have numbers, no names."""
+    """An open dataset: tokens memory-mapped, and the documents in them. Documents have numbers, no
+    names.
+    """
 
     bin_path: Path
     tokens: Tokens
@@ -42,7 +44,9 @@ class MegatronFile:
 
 
 def megatron_paths(source: str) -> tuple[Path, Path] | None:
-    """The .bin and the .idx that `source` means: either of them, or what both begin with. None if it means neither."""
+    """The .bin and the .idx that `source` means: either of them, or what both begin with. None if
+    it means neither.
+    """
     path = Path(os.path.expanduser(source))
     if not path.name:  # "." or "/"
         return None
@@ -74,7 +78,7 @@ def open_megatron(bin_path: Path, idx_path: Path) -> MegatronFile:
         bin_path=bin_path,
         tokens=tokens.view(dtype),
         ends=document_ends.astype(np.uint64),
-        keys=hashed_numbers(np.arange(len(document_ends))),
+        keys=hash_numbers(np.arange(len(document_ends))),
     )
 
 

@@ -1,8 +1,9 @@
-"""Which source a sample comes from: a pure function of (seed, global index), in exact proportions. Torch-free.
+"""Which source a sample comes from: a pure function of (seed, global index), in exact proportions.
+Torch-free.
 
-A table of TABLE places says how the sources take turns, each spread as evenly as its share allows; it repeats. Runs of
-SHUFFLED places are permuted by a keyed permutation, so that turns have no rhythm. Any index is reached at once, and the
-memory is the table.
+A table of TABLE places says how the sources take turns, each spread as evenly as its share allows;
+it repeats. Runs of SHUFFLED places are permuted by a keyed permutation, so that turns have no
+rhythm. Any index is reached at once, and the memory is the table.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ _SPREAD = 0x9E3779B97F4A7C15  # an odd number: distinct runs get distinct keys
 
 
 class Turn(NamedTuple):
-    """For each sample: the number of its source, and which sample of that source it is, counted from 0."""
+    """For each sample: the number of its source, and which sample of that source it is, counted
+    from 0.
+    """
 
     source: Int64s
     sample: Int64s
@@ -33,8 +36,8 @@ class Turn(NamedTuple):
 class Mixture:
     """Sources that take turns by weight.
 
-    Of any SHUFFLED samples from a multiple of SHUFFLED on, a source has its share to within the number of
-    sources, and of each TABLE samples exactly its quota; shares are rounded to 1/TABLE.
+    Of any SHUFFLED samples from a multiple of SHUFFLED on, a source has its share to within the
+    number of sources, and of each TABLE samples exactly its quota; shares are rounded to 1/TABLE.
     """
 
     def __init__(self, weights: Sequence[float], seed: int) -> None:
@@ -58,7 +61,9 @@ class Mixture:
 
 
 def quotas(weights: Sequence[float]) -> Int64s:
-    """How many of TABLE samples each source has: its share, rounded so that the sum is exact (largest remainders)."""
+    """Number of the TABLE samples that each source has: its share, rounded so that the sum is exact
+    (largest remainders).
+    """
     shares = np.asarray(weights, np.float64) / sum(weights) * TABLE
     whole = np.floor(shares).astype(np.int64)
     by_remainder = np.argsort(whole - shares, kind="stable")

@@ -1,6 +1,8 @@
-"""The tokenizer that a job's model brings: beside its config.json, or of the run that its weights are from. Torch-free.
+"""The tokenizer that a job's model brings: beside its config.json, or of the run that its weights
+are from. Torch-free.
 
-Text becomes tokens by it unless the job names another one: embeddings mean the tokens that they were trained on.
+Text becomes tokens by it unless the job names another one: embeddings mean the tokens that they
+were trained on.
 """
 
 from __future__ import annotations
@@ -20,14 +22,16 @@ from phalanx.job.own_dataset import is_own_dataset
 from phalanx.job.schema import Data
 from phalanx.plan.warnings import NOTHING_MORE, EarlyWarning, MoreRemarks
 
-# What tokenizers are stored as besides a tokenizer.json. None of them says all that a tokenizer does.
+# What tokenizers are stored as besides a tokenizer.json. None of them says all that a tokenizer
+# does.
 OTHER_FORMS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
 @dataclass(frozen=True)
 class ModelTokenizer:
-    """`owner` is what of the job brings it: "model.kind=hf:DIR". `name` is what data.tokenizer would say for it,
-    "bytes" or a path; None where there is none that can be read, and `why` then says why. `directory` holds its files.
+    """`owner` is what of the job brings it: "model.kind=hf:DIR". `name` is what data.tokenizer
+    would say for it, "bytes" or a path; None where there is none that can be read, and `why` then
+    says why. `directory` holds its files.
     """
 
     owner: str
@@ -40,7 +44,7 @@ class ModelTokenizer:
     """There is nothing there that would be a tokenizer, in whatever form."""
 
 
-def tokenizer_in(directory: Path, owner: str, *, is_trained: bool) -> ModelTokenizer:
+def find_directory_tokenizer(directory: Path, owner: str, *, is_trained: bool) -> ModelTokenizer:
     """That of a Hugging Face directory, or of what `phalanx checkpoint import` made of one."""
     path = directory / TOKENIZER_FILE
     if path.is_file():
@@ -50,10 +54,10 @@ def tokenizer_in(directory: Path, owner: str, *, is_trained: bool) -> ModelToken
     return ModelTokenizer(owner, None, None, directory, is_trained, why, is_missing=not others)
 
 
-def tokenizer_of_run(run_dir: Path, owner: str) -> ModelTokenizer:
+def find_run_tokenizer(run_dir: Path, owner: str) -> ModelTokenizer:
     """That of a run, or of an import: what its weights were trained on."""
     if not (run_dir / "data" / MANIFEST).is_file():
-        return tokenizer_in(run_dir, owner, is_trained=True)
+        return find_directory_tokenizer(run_dir, owner, is_trained=True)
     try:
         corpus = load_corpus(run_dir / "data")
         if not corpus.is_text:
@@ -77,7 +81,9 @@ def _facts_of_file(path: Path) -> TokenizerFacts | None:
 
 @dataclass(frozen=True)
 class SourceTokens:
-    """What makes, or made, the tokens of one source. `name` is the tokenizer's; `is_default`: the job names none."""
+    """What makes, or made, the tokens of one source. `name` is the tokenizer's; `is_default`: the
+    job names none.
+    """
 
     source: str
     facts: TokenizerFacts
@@ -88,9 +94,11 @@ class SourceTokens:
 
 
 def default_tokenizer(data: Data, brought: ModelTokenizer | None) -> str:
-    """What text becomes tokens by where data.tokenizer says nothing: the model's tokenizer, or bytes.
+    """What text becomes tokens by where data.tokenizer says nothing: the model's tokenizer, or
+    bytes.
 
-    Raises DataError where the model has a tokenizer that is not read: bytes in its place would train something else.
+    Raises DataError where the model has a tokenizer that is not read: bytes in its place would
+    train something else.
     """
     if brought is None:
         return BYTES
@@ -108,8 +116,10 @@ def default_tokenizer(data: Data, brought: ModelTokenizer | None) -> str:
     return BYTES
 
 
-def tokens_of_sources(data: Data, brought: ModelTokenizer | None) -> list[SourceTokens]:
-    """What the sources of [data] will be, as far as that shows without reading them. Raises DataError."""
+def find_source_tokens(data: Data, brought: ModelTokenizer | None) -> list[SourceTokens]:
+    """What the sources of [data] will be, as far as that shows without reading them. Raises
+    DataError.
+    """
     sources = [part.source for part in data.mixture] or [data.source]
     if is_own_dataset(data.source) and not data.mixture:
         return []
@@ -130,8 +140,10 @@ def tokens_of_sources(data: Data, brought: ModelTokenizer | None) -> list[Source
     return found
 
 
-def tokens_of_corpus(corpus: Corpus, tokens: Sequence[SourceTokens], data: Data) -> list[SourceTokens]:
-    """As above, of what was prepared: a run that goes on reads what it was begun with, whatever lies there by now."""
+def find_corpus_tokens(corpus: Corpus, tokens: Sequence[SourceTokens], data: Data) -> list[SourceTokens]:
+    """As above, of what was prepared: a run that goes on reads what it was begun with, whatever
+    lies there by now.
+    """
     names = {one.source: one for one in tokens}
     return [
         SourceTokens(
@@ -147,9 +159,11 @@ def tokens_of_corpus(corpus: Corpus, tokens: Sequence[SourceTokens], data: Data)
 
 
 def require_rows(tokens: Sequence[SourceTokens], vocab_size: int | None) -> None:
-    """Raise DataError for text whose tokenizer has more tokens than the model has rows: before it is tokenized.
+    """Raise DataError for text whose tokenizer has more tokens than the model has rows: before it
+    is tokenized.
 
-    Special tokens above the rows are no tokens of text (an added [PAD], say): a model is trained without them.
+    Special tokens above the rows are no tokens of text (an added [PAD], say): a model is trained
+    without them.
     """
     if vocab_size is None:
         return
@@ -166,11 +180,11 @@ def require_rows(tokens: Sequence[SourceTokens], vocab_size: int | None) -> None
             )
 
 
-def tokenizer_remarks(
+def describe_tokenizers(
     brought: ModelTokenizer | None, tokens: Sequence[SourceTokens], vocab_size: int | None
 ) -> MoreRemarks:
-    """What a plan says of what makes the tokens, and what of it its owner may regret. Nothing where the model brings no
-    tokenizer and none is expected of it.
+    """What a plan says of what makes the tokens, and what of it its owner may regret. Nothing where
+    the model brings no tokenizer and none is expected of it.
     """
     if brought is None:
         return NOTHING_MORE

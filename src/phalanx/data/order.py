@@ -1,6 +1,8 @@
-"""The order of samples: a pure function of (seed, global index), without state or a table of what was seen. Torch-free.
+"""The order of samples: a pure function of (seed, global index), without state or a table of what
+was seen. Torch-free.
 
-Sample `i` of a run is the same at any number of ranks, so that the data cursor of a checkpoint is one integer.
+Sample `i` of a run is the same at any number of ranks, so that the data cursor of a checkpoint is
+one integer.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ _MASK64 = 2**64 - 1
 
 
 def permute(index: NDArray[np.integer], n: int, key: int | Uint64s) -> NDArray[np.int64]:
-    """Where a keyed permutation of [0, n) takes each of `index`: a bijection for every key and every n >= 1.
+    """Where a keyed permutation of [0, n) takes each of `index`: a bijection for every key and
+    every n >= 1.
 
-    `key` is one number, or one per index. A Feistel network over the next power of two from n on, and again for what
-    falls outside [0, n) (cycle-walking; fewer than half of the values do): O(1) memory, a few passes over `index`.
+    `key` is one number, or one per index. A Feistel network over the next power of two from n on,
+    and again for what falls outside [0, n) (cycle-walking; fewer than half of the values do): O(1)
+    memory, a few passes over `index`.
     """
     assert n >= 1, n
     values = np.asarray(index, dtype=np.uint64).ravel()
@@ -39,7 +43,9 @@ def permute(index: NDArray[np.integer], n: int, key: int | Uint64s) -> NDArray[n
 
 
 def _feistel(values: Uint64s, round_keys: list[Uint64s], num_bits: int) -> Uint64s:
-    """A keyed bijection of [0, 2**num_bits): each round changes one half by a hash of the other, which undoes it."""
+    """A keyed bijection of [0, 2**num_bits): each round changes one half by a hash of the other,
+    which undoes it.
+    """
     low_bits = num_bits // 2
     low_mask, high_mask = np.uint64((1 << low_bits) - 1), np.uint64((1 << (num_bits - low_bits)) - 1)
     low, high = values & low_mask, values >> np.uint64(low_bits)
@@ -62,9 +68,10 @@ def mix(values: Uint64s) -> Uint64s:
 class SampleOrder:
     """Which tokens sample `i` of a run reads: seq_len + 1 of them from `starts([i])` on.
 
-    An epoch reads every window of seq_len that fits, each once, in a permuted order. What does not fill a window is
-    left out: fewer than seq_len tokens, before the first window and after the last. How much of it before is drawn anew
-    for each epoch, so that the cuts move and over epochs every token is read.
+    An epoch reads every window of seq_len that fits, each once, in a permuted order. What does not
+    fill a window is left out: fewer than seq_len tokens, before the first window and after the
+    last. How much of it before is drawn anew for each epoch, so that the cuts move and over epochs
+    every token is read.
     """
 
     num_tokens: int
@@ -79,7 +86,9 @@ class SampleOrder:
         return (self.num_tokens - 1) // self.seq_len  # nothing comes after the last token: it is a target only
 
     def starts(self, indices: NDArray[np.integer]) -> NDArray[np.int64]:
-        """Offset of the first token of each sample, same shape as `indices` (global sample numbers from 0)."""
+        """Offset of the first token of each sample, same shape as `indices` (global sample numbers
+        from 0).
+        """
         epochs, samples = np.divmod(np.asarray(indices, dtype=np.int64).ravel(), self.samples_per_epoch)
         keys = self._epoch_keys(epochs)
         starts = permute(samples, self.samples_per_epoch, keys) * self.seq_len + self._phases(keys)
@@ -89,26 +98,34 @@ class SampleOrder:
         return mix(epochs.astype(np.uint64) ^ np.uint64(stable_hash64("sample order", self.seed)))
 
     def _phases(self, epoch_keys: Uint64s) -> NDArray[np.int64]:
-        """How many tokens each epoch leaves out before its first window, of those that it leaves out at all."""
+        """Number of tokens that each epoch leaves out before its first window, of those that it
+        leaves out at all.
+        """
         num_left_out = (self.num_tokens - 1) % self.seq_len
         return (mix(epoch_keys ^ np.uint64(_PHASE)) % np.uint64(num_left_out + 1)).astype(np.int64)
 
 
 @dataclass(frozen=True)
 class ShuffledOrder:
-    """Which of `num_samples` ready-made samples is sample `i` of a run: a new keyed permutation in each epoch."""
+    """Which of `num_samples` ready-made samples is sample `i` of a run: a new keyed permutation in
+    each epoch.
+    """
 
     num_samples: int
     seed: int
 
     def at(self, indices: NDArray[np.integer]) -> NDArray[np.int64]:
-        """The place of each sample in the dataset, same shape as `indices` (global sample numbers from 0)."""
+        """The place of each sample in the dataset, same shape as `indices` (global sample numbers
+        from 0).
+        """
         epochs, samples = np.divmod(np.asarray(indices, dtype=np.int64).ravel(), self.num_samples)
         keys = mix(epochs.astype(np.uint64) ^ np.uint64(stable_hash64("sample order", self.seed)))
         return permute(samples, self.num_samples, keys).reshape(np.shape(indices))
 
 
 def num_held_out_targets(num_tokens: int, max_tokens: int | None) -> int:
-    """How many held-out tokens are scored: all but the first, which nothing predicts, and at most `max_tokens`."""
+    """Number of held-out tokens that are scored: all but the first, which nothing predicts, and at
+    most `max_tokens`.
+    """
     available = max(0, num_tokens - 1)
     return available if max_tokens is None else min(available, max_tokens)

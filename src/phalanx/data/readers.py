@@ -1,7 +1,8 @@
-"""A part of a file becomes pieces of documents: text, JSONL (plain, gzip, zstd), Parquet, Arrow, Feather. Torch-free.
+"""A part of a file becomes pieces of documents: text, JSONL (plain, gzip, zstd), Parquet, Arrow,
+Feather. Torch-free.
 
-A text file is one document, a row of the others is one. Memory does not grow with a file, except that a row is read
-whole, and a Parquet row group as far as pyarrow does.
+A text file is one document, a row of the others is one. Memory does not grow with a file, except
+that a row is read whole, and a Parquet row group as far as pyarrow does.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ _LEAST_BEHIND = 1024  # characters behind a place, to tell whether a text can be
 
 
 class Piece(NamedTuple):
-    """Neighbouring text of one document: all of it if it both `begins` and `ends`. Bytes where bytes are the tokens."""
+    """Neighbouring text of one document: all of it if it both `begins` and `ends`. Bytes where
+    bytes are the tokens.
+    """
 
     key: int
     text: str | bytes
@@ -45,12 +48,16 @@ class Piece(NamedTuple):
 
 
 def document_key(name: str) -> int:
-    """Who a document is: a uniformly distributed number that does not depend on where files lie or shards begin."""
+    """Who a document is: a uniformly distributed number that does not depend on where files lie or
+    shards begin.
+    """
     return stable_hash64("held_out", name)
 
 
 def row_keys(name: str) -> Callable[[int], int]:
-    """`stable_hash64("held_out", name, row)` as a function of the row, quicker for millions of them."""
+    """`stable_hash64("held_out", name, row)` as a function of the row, quicker for millions of
+    them.
+    """
     of_file = hashlib.blake2b(f"held_out\x1f{name}\x1f".encode(), digest_size=8)
 
     def key_of(row: int) -> int:
@@ -62,7 +69,9 @@ def row_keys(name: str) -> Callable[[int], int]:
 
 
 def parts_of(file: SourceFile, column: str, step_bytes: int, can_cut_text: bool) -> Parts:
-    """How a file can be divided. Raises DataError for a Parquet or Arrow file without a `column` of text."""
+    """The parts into which a file can be divided. Raises DataError for a Parquet or Arrow file
+    without a `column` of text.
+    """
     if file.format == "jsonl" or (file.format == "text" and can_cut_text):
         return in_bytes(file, step_bytes)
     if file.format == "parquet":
@@ -74,7 +83,9 @@ def parts_of(file: SourceFile, column: str, step_bytes: int, can_cut_text: bool)
 
 
 def _require_compressed(file: SourceFile) -> None:
-    """Raise DataError for a file that is not compressed as its name says: before all of it is read for nothing."""
+    """Raise DataError for a file that is not compressed as its name says: before all of it is read
+    for nothing.
+    """
     magics = _MAGICS.get(file.format)
     if magics is None or not file.num_bytes:
         return
@@ -89,7 +100,9 @@ def _require_compressed(file: SourceFile) -> None:
 
 
 def read_pieces(span: Span, column: str, cutter: Cutter, wants_bytes: bool, reading: Reading) -> Iterator[Piece]:
-    """The documents of a span in order. Raises DataError (exit 4) naming the file and the line or row."""
+    """The documents of a span in order. Raises DataError (exit 4) naming the file and the line or
+    row.
+    """
     before = reading.read
     with _named(span):
         if span.format == "text":
@@ -107,7 +120,9 @@ def read_pieces(span: Span, column: str, cutter: Cutter, wants_bytes: bool, read
 
 
 def read_content(span: Span, column: str) -> Iterator[Any]:
-    """Buffers of bytes that decide what `read_pieces` gives: as they lie in the file, nothing is parsed."""
+    """Buffers of bytes that decide what `read_pieces` gives: as they lie in the file, nothing is
+    parsed.
+    """
     with _named(span):
         if span.format in ("parquet", "arrow"):
             yield from (parquet_content if span.format == "parquet" else arrow_content)(span, column)
@@ -141,7 +156,8 @@ def _check_unchanged(span: Span) -> None:
         )
 
 
-# --- text -------------------------------------------------------------------------------------------------------------
+# --- text
+# -------------------------------------------------------------------------------------------------------------
 
 
 def _read_text(span: Span, cutter: Cutter, wants_bytes: bool, reading: Reading) -> Iterator[Piece]:
@@ -171,7 +187,9 @@ def _blocks(file: BinaryIO, num_bytes: int) -> Iterator[bytes]:
 
 
 def _cut_blocks(file: BinaryIO, num_bytes: int, span: Span, cutter: Cutter) -> Iterator[bytes]:
-    """Blocks of about PIECE_CHARS that end where the tokenizer allows it; larger ones where it does not."""
+    """Blocks of about PIECE_CHARS that end where the tokenizer allows it; larger ones where it does
+    not.
+    """
     held, searched = b"", 0
     for block in _blocks(file, num_bytes):
         held += block
@@ -198,7 +216,8 @@ def _decoded(block: bytes) -> tuple[str, bool]:
         return block.decode("utf-8", "replace"), False
 
 
-# --- rows -------------------------------------------------------------------------------------------------------------
+# --- rows
+# -------------------------------------------------------------------------------------------------------------
 
 
 def _row_pieces(key: int, text: str, where: str, cutter: Cutter, wants_bytes: bool) -> Iterator[Piece]:

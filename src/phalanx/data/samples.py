@@ -1,4 +1,6 @@
-"""Samples by global number: a pure function of (seed, index), the same in a rank and in a loader worker. Torch-free."""
+"""Samples by global number: a pure function of (seed, index), the same in a rank and in a loader
+worker. Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -64,10 +66,11 @@ def open_samples(corpus: Corpus, seq_len: int, seed: int, document_masks: bool =
 
 @dataclass(frozen=True)
 class Windows:
-    """How a run of seq_len + 1 tokens becomes a sample.
+    """The rules by which a run of seq_len + 1 tokens becomes a sample.
 
-    With document masks, `document_ids` count the documents of a sample from 0 and `positions` restart with each. Where
-    no token marks the end of a document, its last token has no target: what follows is another document.
+    With document masks, `document_ids` count the documents of a sample from 0 and `positions`
+    restart with each. Where no token marks the end of a document, its last token has no target:
+    what follows is another document.
     """
 
     seq_len: int
@@ -86,7 +89,9 @@ class Windows:
         return arrays | self.places(documents[:, :-1])
 
     def places(self, documents: Int64s) -> Arrays:
-        """Positions that restart with each document, and the documents counted from 0 in each sample."""
+        """Positions that restart with each document, and the documents counted from 0 in each
+        sample.
+        """
         at = np.broadcast_to(np.arange(documents.shape[1]), documents.shape)
         begins = np.diff(documents, axis=1, prepend=documents[:, :1]) > 0
         positions = at - np.maximum.accumulate(np.where(begins, at, 0), axis=1)

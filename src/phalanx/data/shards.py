@@ -1,4 +1,5 @@
-"""One file of tokens with its documents' boundaries and checksums: whole or absent, memory-mapped. Torch-free.
+"""One file of tokens with its documents' boundaries and checksums: whole or absent, memory-mapped.
+Torch-free.
 
 Byte layout, all numbers little-endian:
 
@@ -8,7 +9,8 @@ Byte layout, all numbers little-endian:
            keys     uint64 [num_documents]: who each document is, whatever shard it is in
            sums     uint64: XXH3-64 of every 64 KiB of what lies between byte 4096 and here
 
-The JSON holds the counts and the checksum of `sums`, so that its own checksum stands for the whole file.
+The JSON holds the counts and the checksum of `sums`, so that its own checksum stands for the whole
+file.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ Progress = Callable[[int], None]  # bytes just read
 
 @dataclass(frozen=True)
 class ShardFacts:
-    """What a dataset says of a shard. `xxh3` is the checksum of its header, and so of everything in it."""
+    """The facts that a dataset records of a shard. `xxh3` is the checksum of its header, and so of
+    everything in it.
+    """
 
     file: str
     num_tokens: int
@@ -81,7 +85,7 @@ def dtype_for(vocab_size: int) -> str:
 
 @dataclass(frozen=True)
 class _Sections:
-    """Where things lie in a shard, in bytes from its beginning."""
+    """Offsets of the parts of a shard, in bytes from its beginning."""
 
     ends_at: int
     keys_at: int
@@ -127,9 +131,11 @@ class _Sums:
 
 
 class ShardWriter:
-    """Writes a shard beside `path` as a stream; `commit` gives it its name. Leaving without a commit removes it.
+    """Writes a shard beside `path` as a stream; `commit` gives it its name. Leaving without a
+    commit removes it.
 
-    Raises OSError, and DataError for an id that the vocabulary does not have. A document without tokens is none.
+    Raises OSError, and DataError for an id that the vocabulary does not have. A document without
+    tokens is none.
     """
 
     def __init__(
@@ -159,7 +165,8 @@ class ShardWriter:
         self.write_documents(tokens, np.zeros(0, np.int64), [])
 
     def write_documents(self, tokens: NDArray[np.integer], starts: NDArray[np.int64], keys: list[int]) -> None:
-        """Append many documents at once: document `keys[i]` begins at tokens[starts[i]]; none of them is empty.
+        """Append many documents at once: document `keys[i]` begins at tokens[starts[i]]; none of
+        them is empty.
 
         What stands before the first start belongs to the document that is being written.
         """
@@ -173,7 +180,8 @@ class ShardWriter:
         assert self._keys or (starts.size and starts[0] == 0), "no document was begun"
         if starts.size:
             begin = starts.astype(np.uint64) + np.uint64(self._num_tokens)
-            # The end of a document is known where the next begins; the very first has none before it.
+            # The end of a document is known where the next begins; the very first has none before
+            # it.
             self._ends.frombytes((begin if self._keys else begin[1:]).astype("=u8").tobytes())
             self._keys.extend(keys)
         self._append(np.ascontiguousarray(tokens, self._dtype).data.cast("B"))
@@ -263,7 +271,9 @@ def _header(facts: dict[str, Any]) -> bytes:
 
 
 def open_shard(path: Path) -> Shard:
-    """Map a shard after looking at its header and size. Raises DataError (exit 4) that names what is wrong."""
+    """Map a shard after looking at its header and size. Raises DataError (exit 4) that names what
+    is wrong.
+    """
     try:
         with open_regular(path) as file:
             facts, xxh3 = _read_header(path, file.read(PAYLOAD_AT))
@@ -298,7 +308,9 @@ def open_shard(path: Path) -> Shard:
 
 
 def _mapped(file: BinaryIO) -> mmap.mmap:
-    """All of a file, read-only. Python keeps a file descriptor for each map (from 3.13 on it can do without)."""
+    """All of a file, read-only. Python keeps a file descriptor for each map (from 3.13 on it can do
+    without).
+    """
     untracked: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
     return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **untracked)
 
@@ -333,7 +345,9 @@ def _read_header(path: Path, head: bytes) -> tuple[dict[str, Any], str]:
 
 
 def verify_shard(path: Path, progress: Progress | None = None) -> list[DataError]:
-    """Read all of a shard and compare it with its checksums. A flipped bit is named by the 64 KiB it is in."""
+    """Read all of a shard and compare it with its checksums. A flipped bit is named by the 64 KiB
+    it is in.
+    """
     try:
         shard = open_shard(path)
     except DataError as error:

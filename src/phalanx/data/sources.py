@@ -1,7 +1,8 @@
-"""What `data.source` or an input of `data build` names, found on this machine: files of text or of rows. Torch-free.
+"""What `data.source` or an input of `data build` names, found on this machine: files of text or of
+rows. Torch-free.
 
-Everything that can be wrong with finding them is said here, as a DataError of one line: where it is, what was wrong and
-what to do.
+Everything that can be wrong with finding them is said here, as a DataError of one line: where it
+is, what was wrong and what to do.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ _NPY = "; token ids need no building: data.source takes the .npy itself"
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file of an input. Its `name` does not depend on where the tree lies, so that neither does the split."""
+    """One file of an input. Its `name` does not depend on where the tree lies, so that neither does
+    the split.
+    """
 
     name: str
     path: str
@@ -67,13 +70,16 @@ class Found:
 
 
 def format_of(name: str) -> Format:
-    """What a file holds, by its ending; anything that is not known to be rows is one document of text."""
+    """The kind of a file's content, by its ending; anything that is not known to be rows is one
+    document of text.
+    """
     lowered = name.lower()
     return next((kind for ending, kind in _ENDINGS.items() if lowered.endswith(ending)), "text")
 
 
 def find_files(sources: Sequence[str], named: str = "data.source", out: Path | None = None) -> list[Found]:
-    """The files of each input, each file once. Datasets in an input are left out, and so is the folder `out`.
+    """The files of each input, each file once. Datasets in an input are left out, and so is the
+    folder `out`.
 
     Raises DataError for an input where there is nothing to read, as a value of `named`.
     """
@@ -89,7 +95,7 @@ def find_files(sources: Sequence[str], named: str = "data.source", out: Path | N
 
 
 class _RealPaths:
-    """Which files were seen, whatever way led to them."""
+    """The files that were seen, whatever way led to them."""
 
     def __init__(self) -> None:
         self._folders: dict[str, str] = {}
@@ -168,7 +174,9 @@ def _start_of(path: Path, num_bytes: int) -> bytes:
 
 
 def _has_object_per_line(path: Path) -> bool:
-    """Whether the first two lines that are not blank are a JSON object each: one alone may be any JSON file."""
+    """Whether the first two lines that are not blank are a JSON object each: one alone may be any
+    JSON file.
+    """
     start = _start_of(path, _JSON_SNIFF_BYTES)
     lines = [line for line in start.removeprefix(codecs.BOM_UTF8).splitlines() if line.strip()][:2]
     try:

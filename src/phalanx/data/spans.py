@@ -1,4 +1,5 @@
-"""Which part of which file goes into which shard: a pure function of the inputs and the options. Torch-free.
+"""Which part of which file goes into which shard: a pure function of the inputs and the options.
+Torch-free.
 
 The number of worker processes and what they were doing when one was killed play no part in it.
 """
@@ -21,7 +22,9 @@ _LEAST_PART = 4  # a file is never cut so that less than this fraction of a shar
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a file, in its own units: bytes of text and JSONL, row groups of Parquet, record batches of Arrow."""
+    """A part of a file, in its own units: bytes of text and JSONL, row groups of Parquet, record
+    batches of Arrow.
+    """
 
     name: str
     path: str
@@ -39,7 +42,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Task:
-    """What becomes one shard."""
+    """The input that becomes one shard."""
 
     number: int
     spans: tuple[Span, ...]
@@ -75,7 +78,8 @@ class Parts:
 
 
 def default_shard_bytes(total_bytes: int) -> int:
-    """By the size of the inputs alone: there must be work for several workers, whatever their number is.
+    """By the size of the inputs alone: there must be work for several workers, whatever their
+    number is.
 
     A power of two, so that inputs that grow a little keep their shards.
     """
@@ -85,7 +89,9 @@ def default_shard_bytes(total_bytes: int) -> int:
 
 
 def plan_tasks(files: Sequence[Parts], shard_bytes: int) -> list[Task]:
-    """Fill one shard after another with about `shard_bytes` of input each, in the order of the files."""
+    """Fill one shard after another with about `shard_bytes` of input each, in the order of the
+    files.
+    """
     tasks: list[Task] = []
     spans: list[Span] = []
     weight = 0

@@ -25,7 +25,8 @@ _BESIDE = (CONFIG_FILE, SPECIAL_FILE, "chat_template.jinja")
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """`files` are copied, `texts` written as JSON; `settings` belong into config.json. `note`: why there is none.
+    """`files` are copied, `texts` written as JSON; `settings` belong into config.json. `note`: why
+    there is none.
 
     With `is_models` they are what the model brought, which says itself where texts begin and end.
     """
@@ -37,8 +38,11 @@ class TokenizerFiles:
     is_models: bool = False
 
 
-def tokenizer_files(corpus: Corpus, brought: ModelTokenizer | None = None, kept: Sequence[str] = ()) -> TokenizerFiles:
-    """Those of the run's text. Where the model's own tokenizer made its tokens, all of its files that `kept` names.
+def collect_tokenizer_files(
+    corpus: Corpus, brought: ModelTokenizer | None = None, kept: Sequence[str] = ()
+) -> TokenizerFiles:
+    """Those of the run's text. Where the model's own tokenizer made its tokens, all of its files
+    that `kept` names.
 
     Raises DataError if the tokenizer is not where it was, or is another one by now.
     """
@@ -73,7 +77,9 @@ def _is_models(corpus: Corpus, brought: ModelTokenizer) -> bool:
 
 
 def byte_tokenizer() -> dict[str, Any]:
-    """A tokenizer.json of phalanx's bytes: the id of a byte is the byte, without merges, and 256 ends a document."""
+    """A tokenizer.json of phalanx's bytes: the id of a byte is the byte, without merges, and 256
+    ends a document.
+    """
     letters = _letters_of_bytes()
     end = {"id": END_OF_DOCUMENT, "content": END, "special": True}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -96,7 +102,9 @@ def byte_tokenizer() -> dict[str, Any]:
 
 
 def _letters_of_bytes() -> list[str]:
-    """The letter that byte-level tokenizers write for each byte: printable ones stand for themselves (GPT-2)."""
+    """The letter that byte-level tokenizers write for each byte: printable ones stand for
+    themselves (GPT-2).
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     spelled = {**{byte: chr(byte) for byte in printable}, **{byte: chr(256 + n) for n, byte in enumerate(others)}}

@@ -1,7 +1,8 @@
-"""A split as one sequence of tokens: ranges of memory-mapped arrays in order, of which nothing is copied. Torch-free.
+"""A split as one sequence of tokens: ranges of memory-mapped arrays in order, of which nothing is
+copied. Torch-free.
 
-Where a token lies does not matter to whoever reads: shards, a .npy or a Megatron .bin are each a `TokenArray`, and a
-split is the documents of all of them that belong to it, one after another.
+Where a token lies does not matter to whoever reads: shards, a .npy or a Megatron .bin are each a
+`TokenArray`, and a split is the documents of all of them that belong to it, one after another.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ SplitBy = Literal["document", "few_documents", "position"]
 class TokenArray(Protocol):
     """Tokens on disk with the documents in them; a Shard is one.
 
-    `ends`: where each document ends, ascending, the last of them the number of tokens. `keys`: who each document is, as
-    a uniformly distributed hash that does not depend on where it lies.
+    `ends`: where each document ends, ascending, the last of them the number of tokens. `keys`: who
+    each document is, as a uniformly distributed hash that does not depend on where it lies.
     """
 
     @property
@@ -58,7 +59,9 @@ class TokenSequence:
     """
 
     def __init__(self, arrays: Sequence[TokenArray], array_of: Int64s, starts: Int64s, stops: Int64s) -> None:
-        """Extent e is tokens `starts[e]` to `stops[e]` of `arrays[array_of[e]]`; none of them is empty."""
+        """Extent e is tokens `starts[e]` to `stops[e]` of `arrays[array_of[e]]`; none of them is
+        empty.
+        """
         self._arrays = tuple(arrays)
         self._tokens = [np.asarray(array.tokens) for array in arrays]  # slices of a memmap cost more than its view's
         self._array_of, self._starts = array_of, starts
@@ -80,7 +83,9 @@ class TokenSequence:
         return len(self.document_ends())
 
     def read(self, start: int, stop: int) -> Tokens:
-        """Tokens from `start` to `stop`, as they are stored: a view where they are neighbours, otherwise a copy."""
+        """Tokens from `start` to `stop`, as they are stored: a view where they are neighbours,
+        otherwise a copy.
+        """
         start, stop = max(0, start), min(stop, self.num_tokens)
         if start >= stop:
             return np.zeros(0, np.int64)
@@ -88,7 +93,9 @@ class TokenSequence:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def _pieces(self, extent: int, start: int, stop: int) -> Iterator[Tokens]:
-        """Tokens from `start` (which lies in `extent`) to `stop`, a view for each extent that they touch."""
+        """Tokens from `start` (which lies in `extent`) to `stop`, a view for each extent that they
+        touch.
+        """
         while start < stop:
             until = min(stop, int(self._bounds[extent + 1]))
             begin = int(self._starts[extent]) + start - int(self._bounds[extent])
@@ -108,12 +115,16 @@ class TokenSequence:
         return gathered.reshape(*starts.shape, length)
 
     def document_ids(self, starts: Int64s, length: int) -> Int64s:
-        """The number of the document that each of `length` tokens belongs to, counted over the sequence."""
+        """The number of the document that each of `length` tokens belongs to, counted over the
+        sequence.
+        """
         at = starts[..., None] + np.arange(length)
         return np.asarray(np.searchsorted(self.document_ends(), at, "right"), np.int64)
 
     def document_ends(self) -> Int64s:
-        """Where documents end in the sequence, ascending; the last one ends with the sequence, cut off or not."""
+        """Positions at which documents end in the sequence, ascending; the last one ends with the
+        sequence, cut off or not.
+        """
         if self._document_ends is None:
             parts = [self._ends_in(number) for number in range(len(self._arrays))]
             ends = np.concatenate([*parts, np.array([self.num_tokens], np.int64)])
@@ -121,7 +132,9 @@ class TokenSequence:
         return self._document_ends
 
     def _ends_in(self, number: int) -> Int64s:
-        """The ends of documents of array `number` that lie inside its extents, as places in the sequence."""
+        """The ends of documents of array `number` that lie inside its extents, as places in the
+        sequence.
+        """
         mine = np.flatnonzero(self._array_of == number)
         ends = np.asarray(self._arrays[number].ends).astype(np.int64)
         if mine.size and self._goes_on(number):
@@ -135,7 +148,9 @@ class TokenSequence:
         return np.asarray((self._bounds[mine][at] + within)[kept], np.int64)
 
     def _goes_on(self, number: int) -> bool:
-        """Whether the last document of an array is also the first of the next: a long one that two shards share."""
+        """Whether the last document of an array is also the first of the next: a long one that two
+        shards share.
+        """
         if number + 1 == len(self._arrays):
             return False
         this, following = self._arrays[number].keys, self._arrays[number + 1].keys
@@ -167,7 +182,7 @@ class Splits:
 
 
 class SplitChoice(NamedTuple):
-    """How a source is split; `keys` are the documents held out of few."""
+    """The split of a source; `keys` are the documents held out of few."""
 
     by: SplitBy
     keys: tuple[int, ...] = ()
@@ -179,8 +194,8 @@ MOST_OF_FEW = 0.5  # of all tokens may be held out by "few_documents", unless th
 def choose_split(arrays: Sequence[TokenArray], fraction: float, seq_len: int) -> SplitChoice:
     """How to leave each side at least one sequence of seq_len + 1 tokens.
 
-    By document where the fraction does; else the documents of the smallest keys, as few as hold a sequence; by position
-    where no choice of whole documents does.
+    By document where the fraction does; else the documents of the smallest keys, as few as hold a
+    sequence; by position where no choice of whole documents does.
     """
     if fraction == 0:
         return SplitChoice("position")
@@ -193,10 +208,12 @@ def choose_split(arrays: Sequence[TokenArray], fraction: float, seq_len: int) ->
 
 
 def _few_documents(arrays: Sequence[TokenArray], fraction: float, needed: int) -> tuple[int, ...]:
-    """Documents to hold out, by ascending key, so that each side has `needed` tokens; none if that cannot be.
+    """Documents to hold out, by ascending key, so that each side has `needed` tokens; none if that
+    cannot be.
 
-    Those that would take more than `fraction` of the tokens are passed over; if nothing is left, those that would take
-    more than twice that, and so on: of a long document and a short one, the short one is held out whatever their keys.
+    Those that would take more than `fraction` of the tokens are passed over; if nothing is left,
+    those that would take more than twice that, and so on: of a long document and a short one, the
+    short one is held out whatever their keys.
     """
     keys, number_of = np.unique(np.concatenate([array.keys for array in arrays]), return_inverse=True)
     lengths = np.concatenate([np.diff(np.asarray(array.ends).astype(np.int64), prepend=0) for array in arrays])
@@ -211,7 +228,9 @@ def _few_documents(arrays: Sequence[TokenArray], fraction: float, needed: int) -
 
 
 def _smallest_keys(keys: Sequence[int], sizes: Sequence[int], needed: int, most: int) -> tuple[int, ...]:
-    """The first documents that have `needed` tokens together, without those that would make it more than `most`."""
+    """The first documents that have `needed` tokens together, without those that would make it more
+    than `most`.
+    """
     chosen: list[int] = []
     num_held_out = 0
     for key, size in zip(keys, sizes, strict=True):
@@ -224,14 +243,15 @@ def _smallest_keys(keys: Sequence[int], sizes: Sequence[int], needed: int, most:
 
 
 def split_tokens(arrays: Sequence[TokenArray], fraction: float, split_by: SplitBy, keys: Sequence[int] = ()) -> Splits:
-    """Hold out the documents whose key, as a part of 2**64, lies below `fraction`: wherever they lie, whatever else is.
+    """Hold out the documents whose key, as a part of 2**64, lies below `fraction`: wherever they
+    lie, whatever else is.
 
     Of few documents, those of `keys`. By position, the last part of the last arrays.
     """
     if split_by != "position":
         chosen = np.array(keys, np.uint64)
         held_out = [
-            held_out_documents(array.keys, fraction) if split_by == "document" else np.isin(array.keys, chosen)
+            choose_held_out_documents(array.keys, fraction) if split_by == "document" else np.isin(array.keys, chosen)
             for array in arrays
         ]
         return Splits(_select(arrays, [~mask for mask in held_out]), _select(arrays, held_out))
@@ -242,11 +262,13 @@ def split_tokens(arrays: Sequence[TokenArray], fraction: float, split_by: SplitB
 
 def _num_held_out(array: TokenArray, fraction: float) -> int:
     ends = np.asarray(array.ends).astype(np.int64)
-    return int(np.diff(ends, prepend=0)[held_out_documents(array.keys, fraction)].sum())
+    return int(np.diff(ends, prepend=0)[choose_held_out_documents(array.keys, fraction)].sum())
 
 
-def held_out_documents(keys: Uint64s, fraction: float) -> NDArray[np.bool_]:
-    """Which of the documents are held out."""
+def choose_held_out_documents(keys: Uint64s, fraction: float) -> NDArray[np.bool_]:
+    """A mask over documents, by their keys: True for those that are held out, about `fraction` of
+    them.
+    """
     return np.asarray(keys).astype(np.float64) / 2.0**64 < fraction
 
 
@@ -302,9 +324,9 @@ class PlainArray:
 
     @classmethod
     def of(cls, tokens: Tokens) -> PlainArray:
-        return cls(tokens, np.array([len(tokens)], np.uint64), hashed_numbers(np.zeros(1, np.int64)))
+        return cls(tokens, np.array([len(tokens)], np.uint64), hash_numbers(np.zeros(1, np.int64)))
 
 
-def hashed_numbers(numbers: Int64s) -> Uint64s:
+def hash_numbers(numbers: Int64s) -> Uint64s:
     """Keys of documents that have numbers instead of names."""
     return mix(numbers.astype(np.uint64) + np.uint64(1))

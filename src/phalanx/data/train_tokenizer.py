@@ -29,7 +29,7 @@ _TICK_S = 0.1
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """How far it is: reading counts words, then `is_merging` makes tokens of them."""
+    """The progress of a training: reading counts words, then `is_merging` makes tokens of them."""
 
     read_bytes: float
     total_bytes: int
@@ -39,7 +39,9 @@ class TrainingProgress:
 
 @dataclass(frozen=True)
 class TrainedTokenizer:
-    """What came out. `vocab_size` is less than was asked for where the corpus has no more pairs to join."""
+    """The tokenizer that was trained. `vocab_size` is less than was asked for where the corpus has
+    no more pairs to join.
+    """
 
     path: Path
     vocab_size: int
@@ -59,8 +61,9 @@ def train_tokenizer(
 ) -> TrainedTokenizer:
     """Write a tokenizer.json to `out`: that file if its name ends with .json, else the folder's.
 
-    The same inputs give the same file. Only distinct words are held in memory. With `max_text_bytes` it learns from
-    about that much, spread over the inputs. Raises DataError (exit 4), UsageError (exit 2), ResourceError (exit 7).
+    The same inputs give the same file. Only distinct words are held in memory. With
+    `max_text_bytes` it learns from about that much, spread over the inputs. Raises DataError (exit
+    4), UsageError (exit 2), ResourceError (exit 7).
     """
     if vocab_size < LEAST_VOCAB_SIZE:
         raise UsageError(
@@ -141,7 +144,9 @@ class _Corpus:
 
 
 def _run(work: Callable[[], None], corpus: _Corpus, progress: Callable[[TrainingProgress], None] | None) -> None:
-    """Do the work beside this thread, so that Ctrl-C ends it although the library does not look for it."""
+    """Do the work beside this thread, so that Ctrl-C ends it although the library does not look for
+    it.
+    """
     failed: list[BaseException] = []
 
     def run() -> None:

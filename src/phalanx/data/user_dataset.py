@@ -1,8 +1,10 @@
-"""A user's own map-style dataset: `factory(split, **args)` gives `len()` and `[i]` -> dict. Torch-free itself.
+"""A user's own map-style dataset: `factory(split, **args)` gives `len()` and `[i]` -> dict.
+Torch-free itself.
 
-Samples are drawn in an order that is a keyed permutation of the dataset for each epoch. Before each of them the global
-random states (random, numpy, torch) are set from (seed, global sample number), so that augmentation repeats whichever
-process does it, and put back afterwards, so that training never notices.
+Samples are drawn in an order that is a keyed permutation of the dataset for each epoch. Before each
+of them the global random states (random, numpy, torch) are set from (seed, global sample number),
+so that augmentation repeats whichever process does it, and put back afterwards, so that training
+never notices.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ _NUMBERS = "biufc"  # numpy's kinds of types that a tensor can have
 
 @dataclass(frozen=True)
 class UserFacts:
-    """What is known of a user's dataset before the ranks start."""
+    """Facts of a user's dataset that are known before the ranks start."""
 
     source: str
     args: dict[str, Any] = field(default_factory=dict)
@@ -46,9 +48,10 @@ class UserFacts:
 
 
 def open_user_dataset(source: str, args: Mapping[str, Any], split: Split) -> Any:
-    """What the factory returns: a dataset with at least one sample, or None for "held_out".
+    """The result of the factory: a dataset with at least one sample, or None for "held_out".
 
-    Raises LayoutError (exit 3) if there is no such factory, and DataError for what it raises or returns.
+    Raises LayoutError (exit 3) if there is no such factory, and DataError for what it raises or
+    returns.
     """
     factory = resolve(source, "phalanx.data", "dataset")
     try:
@@ -69,7 +72,8 @@ def open_user_dataset(source: str, args: Mapping[str, Any], split: Split) -> Any
 class UserSamples:
     """Samples by global number. `shuffled=False` takes them as they lie (for evaluation).
 
-    `on_sample` is told the place of each sample before the user's code is asked for it, and None when all have come.
+    `on_sample` is told the place of each sample before the user's code is asked for it, and None
+    when all have come.
     """
 
     def __init__(self, dataset: Any, source: str, seed: int, *, shuffled: bool = True) -> None:
@@ -78,7 +82,9 @@ class UserSamples:
         self._order = ShuffledOrder(len(dataset), seed) if shuffled else None
 
     def take(self, indices: NDArray[np.integer]) -> Arrays:
-        """Each entry of the samples' dicts, stacked: [n, ...]. Raises DataError for what cannot be a batch."""
+        """Each entry of the samples' dicts, stacked: [n, ...]. Raises DataError for what cannot be
+        a batch.
+        """
         places = self._order.at(indices) if self._order else np.asarray(indices)
         with _random_states_kept():
             samples = [
@@ -106,8 +112,9 @@ class UserSamples:
 
 
 def collate(samples: Sequence[Mapping[str, Any]], places: Sequence[int], source: str) -> Arrays:
-    """Stack the samples' entries. Whole numbers become int64, others float32, and so do numpy's arrays of float64,
-    which is its default and rarely meant. Tensors keep their type. Entries of nested samples have joined names.
+    """Stack the samples' entries. Whole numbers become int64, others float32, and so do numpy's
+    arrays of float64, which is its default and rarely meant. Tensors keep their type. Entries of
+    nested samples have joined names.
     """
     samples = [flat_entries(sample) for sample in samples]
     keys = list(samples[0])
@@ -182,7 +189,8 @@ def first_shapes(dataset: Any, source: str, on_sample: Callable[[int | None], No
 
 
 def digest_of_some(dataset: Any, source: str, on_sample: Callable[[int | None], None] = lambda place: None) -> str:
-    """Digest of up to LOOKED_AT samples at places that a key chose, one by one: they need not have the same shape.
+    """Digest of up to LOOKED_AT samples at places that a key chose, one by one: they need not have
+    the same shape.
 
     Several, because processes that shuffle for themselves may agree on one of them by chance.
     """

@@ -10,7 +10,7 @@ import torch
 
 from phalanx.core.errors import DataError
 from phalanx.data.corpus import Corpus
-from phalanx.data.loader import Share, TrainBatches, held_out_batches
+from phalanx.data.loader import Share, TrainBatches, build_held_out_batches
 from phalanx.data.samples import SampleSpec
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.data.tokens import SPLITS, Split
@@ -61,7 +61,7 @@ def open_held_out(job: Job, plan: Plan, mesh: Mesh, corpus: Corpus, *, split: Sp
     """What is evaluated, by source; None for nothing."""
     if not job.eval.tokens:
         return None
-    found = held_out_batches(
+    found = build_held_out_batches(
         corpus,
         _share(plan, mesh),
         seq_len=plan.seq_len,

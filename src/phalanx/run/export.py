@@ -20,7 +20,7 @@ from phalanx.core.errors import CheckpointError, DataError, DataStorageError, La
 from phalanx.core.files import read_json
 from phalanx.data.corpus import load_corpus
 from phalanx.data.model_tokenizer import ModelTokenizer
-from phalanx.data.tokenizer_files import TokenizerFiles, tokenizer_files
+from phalanx.data.tokenizer_files import TokenizerFiles, collect_tokenizer_files
 from phalanx.job.hugging_face import is_hugging_face, read_config
 from phalanx.job.schema import Model
 from phalanx.run.tokens import model_tokenizer
@@ -125,7 +125,7 @@ def _find_tokenizer_files(location: str, folder: Folder) -> TokenizerFiles:
     if not (run_dir / "data").is_dir():
         return TokenizerFiles(note="there is no tokenizer with it")
     try:
-        return tokenizer_files(load_corpus(run_dir / "data"), _find_model_tokenizer(run_dir), KEPT_FILES)
+        return collect_tokenizer_files(load_corpus(run_dir / "data"), _find_model_tokenizer(run_dir), KEPT_FILES)
     except DataStorageError:
         raise
     except DataError as error:

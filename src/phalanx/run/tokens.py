@@ -12,12 +12,12 @@ from phalanx.data.model_tokenizer import (
     ModelTokenizer,
     SourceTokens,
     default_tokenizer,
+    describe_tokenizers,
+    find_corpus_tokens,
+    find_directory_tokenizer,
+    find_run_tokenizer,
+    find_source_tokens,
     require_rows,
-    tokenizer_in,
-    tokenizer_of_run,
-    tokenizer_remarks,
-    tokens_of_corpus,
-    tokens_of_sources,
 )
 from phalanx.job.hugging_face import config_path, is_hugging_face, weights_directory
 from phalanx.job.model import fixed_vocab_size
@@ -37,8 +37,8 @@ class JobTokens:
 
     def remarks(self, corpus: Corpus | None = None) -> MoreRemarks:
         """Of the corpus once it is there, else of what it will be."""
-        sources = self.sources if corpus is None else tokens_of_corpus(corpus, self.sources, self.job.data)
-        return tokenizer_remarks(self.brought, sources, self.vocab_size)
+        sources = self.sources if corpus is None else find_corpus_tokens(corpus, self.sources, self.job.data)
+        return describe_tokenizers(self.brought, sources, self.vocab_size)
 
 
 def find_tokens(job: Job, *, is_prepared: bool = False) -> JobTokens:
@@ -49,7 +49,7 @@ def find_tokens(job: Job, *, is_prepared: bool = False) -> JobTokens:
     brought, vocab_size = model_tokenizer(job.model), fixed_vocab_size(job.model)
     if is_prepared:
         return JobTokens(job, brought, (), "", vocab_size)
-    sources = tokens_of_sources(job.data, brought)
+    sources = find_source_tokens(job.data, brought)
     require_rows(sources, vocab_size)
     is_text = any(source.is_text for source in sources)
     return JobTokens(job, brought, tuple(sources), default_tokenizer(job.data, brought) if is_text else "", vocab_size)
@@ -64,12 +64,14 @@ def model_tokenizer(model: Model) -> ModelTokenizer | None:
     if is_hugging_face(model.kind):
         assert model.kind is not None
         is_trained = weights_directory(model.kind) is not None
-        beside = tokenizer_in(config_path(model.kind).parent, f"model.kind={model.kind}", is_trained=is_trained)
+        beside = find_directory_tokenizer(
+            config_path(model.kind).parent, f"model.kind={model.kind}", is_trained=is_trained
+        )
     if model.init_from is None:
         return beside
     owner = f"model.init_from={model.init_from}"
     run_dir = _run_directory(model.init_from)
-    of_weights = None if run_dir is None else tokenizer_of_run(run_dir, owner)
+    of_weights = None if run_dir is None else find_run_tokenizer(run_dir, owner)
     if of_weights is not None and (of_weights.name is not None or not of_weights.is_missing or beside is None):
         return of_weights
     if beside is not None:

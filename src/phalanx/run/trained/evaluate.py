@@ -15,7 +15,7 @@ from phalanx.core.files import read_json
 from phalanx.data.corpus import Corpus, verify_corpus
 from phalanx.data.prepare import prepare_corpus
 from phalanx.data.tokenizer import BYTES
-from phalanx.data.tokenizer_files import tokenizer_files
+from phalanx.data.tokenizer_files import collect_tokenizer_files
 from phalanx.data.tokens import Split
 from phalanx.job.own_dataset import is_own_dataset
 from phalanx.job.schema import Eval, Job
@@ -224,7 +224,7 @@ def _with_tokenizer_of_run(model: TrainedModel, corpus_of_run: Corpus | None) ->
     sources = [part.source for part in job.data.mixture] or [job.data.source]
     if all(find_kind(source) is not None for source in sources):  # token ids need no tokenizer
         return job
-    path = tokenizer_files(corpus_of_run).files.get("tokenizer.json")
+    path = collect_tokenizer_files(corpus_of_run).files.get("tokenizer.json")
     tokenizer = str(path.absolute()) if path is not None else None
     return job.model_copy(update={"data": job.data.model_copy(update={"tokenizer": tokenizer})})
 
