@@ -21,10 +21,10 @@ import torch
 
 from phalanx.bench.machine import cpu_model, num_cores
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES
-from phalanx.verify.cases import all_layouts, compressed_layouts
+from phalanx.verify.cases import list_compressed_layouts, list_layouts
 from phalanx.verify.lossy import is_lossy
-from phalanx.verify.pipelines import pipelined
-from phalanx.verify.products import of_experts, products
+from phalanx.verify.pipelines import list_pipelines
+from phalanx.verify.products import list_expert_layouts, list_products
 from phalanx.verify.verdict import TOLERANCE
 
 HERE = Path(__file__).parent
@@ -33,7 +33,7 @@ ON_EIGHT = (
     "ddp,zero1,zero3,hsdp2x4-zero3,hsdp4x2-zero1,ddp-tp2,zero1-tp2,zero3-tp2,hsdp2x2-zero3-tp2,ddp-tp4,zero3-tp4,tp8,"
     "cp8,cp8-all-gather,zero3-cp4,tp2-cp4,hsdp4x2-zero3-cp2"
 )
-ON_FOUR_STAGED = ",".join(name for name, _ in pipelined(4))
+ON_FOUR_STAGED = ",".join(name for name, _ in list_pipelines(4))
 ON_EIGHT_STAGED = ",".join(
     [f"{place}-{schedule}" for place in ("pp4-zero3", "pp4-tp2", "pp2-zero3-tp2") for schedule in SCHEDULE_NAMES]
     + ["pp2-hsdp2x2-zero3-1f1b", "pp2-hsdp2x2-zero3-zb-v", "pp2-zero3-uneven-1f1b"]
@@ -48,7 +48,7 @@ STAGED = (
     "data.seq_len=16",
 )
 PRODUCTS = ",".join(
-    [name for name, _ in products(8)] + ["pp2-zero3-tp2-1f1b", "pp2-zero3-tp2-zb-v", "hsdp2x2-zero3-tp2"]
+    [name for name, _ in list_products(8)] + ["pp2-zero3-tp2-1f1b", "pp2-zero3-tp2-zb-v", "hsdp2x2-zero3-tp2"]
 )
 PRODUCTS_OF_EXPERTS = (
     "hsdp2x4-zero3-ep4,pp2-zero3-tp2-ep2-1f1b,pp2-zero3-tp2-ep2-zb-v,pp2-zero3-cp2-ep4-1f1b,zero3-tp2-cp2-ep4,"
@@ -58,7 +58,7 @@ SOME_OF_EXPERTS = "pp2-zero3-tp2-ep2-zb-v,zero3-tp2-cp2-ep4,hsdp2x4-zero3-cp2-ep
 WITH_SOME_EXPERTS = (
     "ddp,cp4,ddp-ep4,zero3-ep2,zero3-ep4-selective,cp4-ep4,zero3-tp2-ep2,zero3-cp2-ep4,pp2-zero3-ep2-zb-v"
 )
-WITH_EXPERTS = ",".join(["ddp", "tp4", "cp4", *(name for name, _ in of_experts(4))])
+WITH_EXPERTS = ",".join(["ddp", "tp4", "cp4", *(name for name, _ in list_expert_layouts(4))])
 BALANCED = ("model.expert_capacity=1.0", "model.balance_loss=0.05", "model.balance_bias=0.01", "data.seq_len=32")
 OF_EACH_KIND = "ddp,zero3,zero3-full,tp2,pp2-1f1b"
 HF_CONFIGS = Path(tempfile.gettempdir()) / "phalanx-hf-configs"  # written by main()
@@ -78,7 +78,7 @@ class Judged:
 
 def whole(num_ranks: int) -> str:
     """All layouts but pipelines, which have models of their own: with a block for each stage."""
-    every = (*all_layouts(num_ranks), *compressed_layouts(num_ranks))
+    every = (*list_layouts(num_ranks), *list_compressed_layouts(num_ranks))
     return ",".join(name for name, axes in every if "pp" not in axes)
 
 

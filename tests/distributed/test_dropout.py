@@ -20,7 +20,7 @@ from phalanx.parallel.draws import EqualPart, Part
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.plan import Plan
-from phalanx.run.one_process.dropout_masks import Definition
+from phalanx.run.one_process.dropout_masks import DropoutMasks
 from phalanx.run.one_process.plain_loss import plain_cross_entropy
 from ranks import run_ranks
 
@@ -86,9 +86,9 @@ Outcome = tuple[list[float], dict[str, torch.Tensor]]
 
 def one_process(rank: int) -> Outcome:
     module, losses = dropped(), []
-    masks = Definition(module, SEED)
+    masks = DropoutMasks(module, SEED)
     for step, batch in enumerate(batches()):
-        with masks.of(step + 1, 0, BATCH):
+        with masks.fill(step + 1, 0, BATCH):
             total, targets = plain_cross_entropy(module(batch["inputs"]), batch)
         module.zero_grad()
         (total / targets).backward()

@@ -30,7 +30,7 @@ from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize
 from phalanx.parallel.pp_weights import linear as split_linear
 from phalanx.parallel.saved import is_weight
-from phalanx.run.one_process.dropout_masks import Definition
+from phalanx.run.one_process.dropout_masks import DropoutMasks
 from pipelines import (
     BATCH,
     LAYERS,
@@ -337,10 +337,10 @@ def test_compiled_blocks() -> None:
 
 def dropped_reference(rank: int) -> dict[str, Trace]:
     module = filled(zoo.Dropped)
-    masks = Definition(module, SEED)
+    masks = DropoutMasks(module, SEED)
 
     def around(step: int, row: int) -> Any:
-        return masks.of(step + 1, row, MICRO)
+        return masks.fill(step + 1, row, MICRO)
 
     options = {"micro": MICRO, "lr": LR, "max_norm": 0.5, "around": around}
     return {"dropped": train_in_microbatches(module, plain_batches(), **options)}

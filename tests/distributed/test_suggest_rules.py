@@ -17,7 +17,7 @@ from phalanx.job.schema import Job
 from phalanx.plan.planner import make_plan
 from phalanx.plan.rules import CUTS
 from phalanx.suggest.search import suggest_rules
-from phalanx.verify.batches import global_steps
+from phalanx.verify.batches import make_global_steps
 from phalanx.verify.cases import SMALL_VOCAB
 from ranks import run_ranks
 
@@ -58,7 +58,7 @@ def suggestions(rank: int, kinds: list[str]) -> dict[str, tuple[Rules, dict[str,
     for kind in kinds:
         job = job_of(kind, ranks=1)
         plan = dataclasses.replace(make_plan(job, cluster=CPU, shape=SHAPE), vocab_size=SMALL_VOCAB)
-        said = suggest_rules(job, plan, global_steps(job, plan, None, num_steps=1)[0][0])
+        said = suggest_rules(job, plan, make_global_steps(job, plan, None, num_steps=1)[0][0])
         found[kind] = (said.rules, said.whole)
     return found
 

@@ -14,7 +14,7 @@ from models import CPU
 from phalanx.job.schema import Job
 from phalanx.job.shape import Measured, measured_shape
 from phalanx.verify import rank as verify_rank
-from phalanx.verify.cases import judged_job, make_cases
+from phalanx.verify.cases import make_cases, make_verified_job
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
 from phalanx.verify.row import ROWS
 from ranks import run_ranks
@@ -44,7 +44,7 @@ Wanted = dict[str, tuple[Job, tuple[str, ...]]]
 
 def judge_jobs(rank: int, wanted: Wanted, directory: str) -> None:
     for name, (wanted_job, layouts) in wanted.items():
-        job = judged_job(wanted_job, 4)
+        job = make_verified_job(wanted_job, 4)
         chosen = [(layout, LAYOUTS[layout]) for layout in layouts]
         cases = make_cases(job, chosen, num_ranks=4, cluster=CPU, shape=SHAPE)
         work = [VerifyCase("float64", case.name, case.parallel, case.plan) for case in cases if case.plan is not None]

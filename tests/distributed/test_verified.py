@@ -89,9 +89,9 @@ def test_a_cell_says_what_is_allowed_where_the_head_does_not() -> None:
     assert TABLE.cell_of(row) == numbers
     assert TABLE.cell_of(row | {"tolerance": 1e-5}) == f"{numbers} (allowed 1e-05)"
     assert TABLE.cell_of(row | {"flips": [{}, {}]}) == f"{numbers} (flipped: 2)"
-    eased = row | {"dtype": "float32", "tolerance": 1e-5}
+    relaxed = row | {"dtype": "float32", "tolerance": 1e-5}
     note = f"{TABLE.EASED} in one process: blocks.0.k_norm.weight"
-    assert TABLE.cell_of(eased | {"notes": [note]}) == f"{numbers} (gradient: allowed what rounding costs)"
+    assert TABLE.cell_of(relaxed | {"notes": [note]}) == f"{numbers} (gradient: allowed what rounding costs)"
     assert f'f"{TABLE.EASED} in one process: ' in Path(rank.__file__).read_text(encoding="utf-8")
     topk = row | {"compress": "topk", "errors": {"loss": 0.0, "gradient": 9e-16, "sent": 0.9, "weight": 9e-3}}
     assert TABLE.cell_of(topk) == "lossy: loss 0e+00, gradient 9e-16; not judged: weight 9e-03"

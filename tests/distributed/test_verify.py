@@ -44,7 +44,14 @@ from phalanx.parallel.model import ParallelModel, StepSums
 from phalanx.parallel.protocol import Workpiece
 from phalanx.parallel.wire import Wire
 from phalanx.verify import rank as verify_rank
-from phalanx.verify.cases import RECOMPUTED, all_layouts, compressed_layouts, judged_job, make_cases, shrunk
+from phalanx.verify.cases import (
+    RECOMPUTED,
+    list_compressed_layouts,
+    list_layouts,
+    make_cases,
+    make_verified_job,
+    shrink_job,
+)
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
 from phalanx.verify.row import ROWS
 from plants import some
@@ -58,7 +65,7 @@ EVERY = ("ddp", "zero1", "zero2", "zero3")  # without ways of running them
 
 
 def small_job(**model: Any) -> Job:
-    return shrunk(Job.model_validate({"model": model, "data": {"seq_len": 16}}))[0]
+    return shrink_job(Job.model_validate({"model": model, "data": {"seq_len": 16}}))[0]
 
 
 def judge_all(
@@ -75,9 +82,9 @@ def judge_all(
     """One rank's part of `phalanx verify --layouts all`, or of some of them, with a bug in it."""
     if plant is not None:
         plant()
-    judged = judged_job(job, num_ranks)
-    layouts = [(name, keys) for name, keys in all_layouts(num_ranks, experts=True) if not only or name in only]
-    layouts = list(compressed_layouts(num_ranks)) if compressed else layouts
+    judged = make_verified_job(job, num_ranks)
+    layouts = [(name, keys) for name, keys in list_layouts(num_ranks, experts=True) if not only or name in only]
+    layouts = list(list_compressed_layouts(num_ranks)) if compressed else layouts
     cases = make_cases(judged, layouts, num_ranks=num_ranks, cluster=CPU, shape=shape)
     work = [
         VerifyCase(dtype, case.name, case.parallel, case.plan)
@@ -259,8 +266,8 @@ def one_rank_misses_a_reduction() -> None:
 
 def same_share_on_every_rank() -> None:
     """Every rank reads the share of rank 0."""
-    share = verify_rank.share_of
-    verify_rank.share_of = lambda steps, rank, size: share(steps, 0, size)  # type: ignore[assignment]
+    share = verify_rank.take_share
+    verify_rank.take_share = lambda steps, rank, size: share(steps, 0, size)  # type: ignore[assignment]
 
 
 def weights_by_rank() -> None:

@@ -11,8 +11,8 @@ from test_verify import Plant, Rows, rows_of
 
 from phalanx.job.schema import Job
 from phalanx.parallel import cp, cp_attention, cp_products
-from phalanx.verify.cases import all_layouts, shrunk
-from phalanx.verify.contexts import contexts
+from phalanx.verify.cases import list_layouts, shrink_job
+from phalanx.verify.contexts import list_context_layouts
 from plants import some
 
 SMALL = {"num_kv_heads": 2, "sliding_window": 5}
@@ -21,13 +21,13 @@ SMALL = {"num_kv_heads": 2, "sliding_window": 5}
 def rows_with(plant: Plant | None, num_ranks: int, only: tuple[str, ...], *dtypes: str, num_blocks: int = 2) -> Rows:
     """Documents, a sliding window, grouped heads, uneven and masked targets."""
     body = {"model": SMALL, "data": {"seq_len": 16, "document_masks": True}}
-    job = shrunk(Job.model_validate(body), num_blocks=num_blocks)[0]
+    job = shrink_job(Job.model_validate(body), num_blocks=num_blocks)[0]
     return rows_of(job, plant, num_ranks, dtypes or ("float64",), only=only)
 
 
-CP2 = tuple(name for name, _ in contexts(2))
+CP2 = tuple(name for name, _ in list_context_layouts(2))
 PIPELINES = ("pp2-cp2-1f1b", "pp2-cp2-interleaved-zero-bubble", "pp2-cp2-zb-v", "pp2-cp2-full-1f1b")
-CP4 = tuple(name for name, _ in contexts(4) if not name.endswith(("-selective", "-sqrt")))
+CP4 = tuple(name for name, _ in list_context_layouts(4) if not name.endswith(("-selective", "-sqrt")))
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ CP4 = tuple(name for name, _ in contexts(4) if not name.endswith(("-selective", 
 )
 def test_layouts_equal_the_reference(num_ranks: int, names: tuple[str, ...], dtypes: tuple[str, ...]) -> None:
     rows = rows_with(None, num_ranks, names, *dtypes)
-    known = dict(all_layouts(num_ranks))
+    known = dict(list_layouts(num_ranks))
     # Ulysses divides heads: two of keys, of which tensor parallelism leaves one.
     refused = {n for n in names if "ulysses" in n and known[n].get("tp", 1) * known[n]["cp"] > 2}
     assert set(rows) == {f"{name} {dtype}" for name in names if name not in refused for dtype in dtypes}

@@ -17,8 +17,8 @@ from phalanx.mesh.mesh import Mesh
 from phalanx.nn import routing
 from phalanx.parallel import cp, ep, router_load, tp
 from phalanx.verify import layout_run
-from phalanx.verify.cases import shrunk
-from phalanx.verify.products import of_experts
+from phalanx.verify.cases import shrink_job
+from phalanx.verify.products import list_expert_layouts
 from plants import some
 
 MIXTRAL = {"preset": "small-mixtral", "num_experts": 4}
@@ -28,11 +28,11 @@ DEEPSEEK = {"preset": "small-deepseek", "num_experts": 8, "balance_loss": 0.05, 
 def rows_with(plant: Plant | None, num_ranks: int, only: tuple[str, ...], *dtypes: str, **model: Any) -> Rows:
     """Two blocks of experts, and balance that weighs enough to be seen."""
     body = {"model": {**MIXTRAL, "balance_loss": 0.05, **model}, "data": {"seq_len": 16}}
-    job = shrunk(Job.model_validate(body))[0]
+    job = shrink_job(Job.model_validate(body))[0]
     return rows_of(job, plant, num_ranks, dtypes or ("float64",), only=only)
 
 
-EVERY_2, EVERY_4 = (tuple(name for name, _ in of_experts(num_ranks)) for num_ranks in (2, 4))
+EVERY_2, EVERY_4 = (tuple(name for name, _ in list_expert_layouts(num_ranks)) for num_ranks in (2, 4))
 OF_EACH_KIND = ("zero3-cp2-ep4", "pp2-zero3-ep2-zb-v", "pp2-ddp-ep2-zb-v")
 PRODUCTS = ("pp2-zero3-tp2-ep2-zb-v", "pp2-zero3-cp2-ep4-1f1b", "zero3-tp2-cp2-ep4", "hsdp2x4-zero3-ep4")
 

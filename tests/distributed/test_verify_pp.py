@@ -27,7 +27,7 @@ from phalanx.parallel.pp_run import PipelineRun
 from phalanx.parallel.pp_weights import LaterWeights
 from phalanx.parallel.protocol import Workpiece
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES
-from phalanx.verify.cases import shrunk
+from phalanx.verify.cases import shrink_job
 from plants import some
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
@@ -39,7 +39,7 @@ SPLIT = ("interleaved-zero-bubble", "zb-v", "dualpipe-v")  # schedules with a W
 def deep_job(num_layers: int = 4, **model: Any) -> Job:
     """A decoder with a block for each stage."""
     body = {"model": {"num_layers": num_layers, "tie_embeddings": True, **model}, "data": {"seq_len": 8}}
-    return shrunk(Job.model_validate(body), num_blocks=num_layers)[0]
+    return shrink_job(Job.model_validate(body), num_blocks=num_layers)[0]
 
 
 def differing(rows: Rows) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from phalanx.parallel import tp, tp_modules, tp_sync
 from phalanx.parallel.draws import Draws
 from phalanx.plan.rules import Rule, Span
 from phalanx.verify import rank as verify_rank
-from phalanx.verify.cases import judged_job, make_cases
+from phalanx.verify.cases import make_cases, make_verified_job
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
 from phalanx.verify.row import ROWS
 from ranks import run_ranks
@@ -38,7 +38,7 @@ LAYOUTS = {
 
 def judge_tp(rank: int, job: Job, shape: ModelShape | None, directory: str, plant: Callable[[], None]) -> None:
     plant()
-    judged = judged_job(job, 2)
+    judged = make_verified_job(job, 2)
     layouts = [(name, axes) for name, axes in LAYOUTS.items() if shape is None or name == "whole"]
     cases = make_cases(judged, layouts, num_ranks=2, cluster=CPU, shape=shape)
     work = [VerifyCase("float64", case.name, case.parallel, case.plan) for case in cases if case.plan is not None]

@@ -23,7 +23,7 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.run.prepare import PreparedRun, prepare_run
 from phalanx.run.resume import resumed_job
-from phalanx.verify.cases import not_judged
+from phalanx.verify.cases import list_not_judged
 
 GIB = 2**30
 TINY = ("model.num_layers=1", "model.dim=32", "model.num_heads=2", "data.seq_len=32", "observe.sinks=[]")
@@ -206,4 +206,4 @@ def test_a_run_of_a_version_without_auto_goes_on_in_fp32(tmp_path: Path) -> None
 def test_verify_says_what_it_does_not_judge(monkeypatch: pytest.MonkeyPatch) -> None:
     for found, said in (((), []), (T4, []), (H100, ["not judged: precision.compute=bf16"])):
         monkeypatch.setattr("phalanx.plan.cluster.visible_gpus", lambda found=found: found)
-        assert [line.partition(": layouts")[0] for line in not_judged(Job())] == said
+        assert [line.partition(": layouts")[0] for line in list_not_judged(Job())] == said

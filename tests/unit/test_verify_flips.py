@@ -16,12 +16,12 @@ from phalanx.job.model import shape_of
 from phalanx.job.schema import Job
 from phalanx.job.shape import ModelShape
 from phalanx.nn.models.decoder import Decoder, example_batch
-from phalanx.verify.cases import all_layouts, judged_job, make_cases, shrunk
-from phalanx.verify.flips import Reroute, wrong_ones
-from phalanx.verify.pipelines import num_blocks_for
-from phalanx.verify.products import of_experts, products
+from phalanx.verify.cases import list_layouts, make_cases, make_verified_job, shrink_job
+from phalanx.verify.flips import Reroute, find_misrouted
+from phalanx.verify.pipelines import count_blocks_for
+from phalanx.verify.products import list_expert_layouts, list_products
 from phalanx.verify.result import VerifyResult
-from phalanx.verify.routes import Routes, are_alike, disagreement
+from phalanx.verify.routes import Routes, are_alike, find_disagreement
 from phalanx.verify.row import Row
 
 SHAPE = ModelShape(
@@ -39,29 +39,29 @@ def routed(forced: dict[str, torch.Tensor] | None = None) -> tuple[Routes, torch
         torch.nn.init.normal_(parameter, std=0.3)
     routes = Routes(module, forced)
     batch = example_batch(SHAPE, 4, 6, seed=0)
-    with routes.of("step-0"):
+    with routes.record("step-0"):
         hidden = [module(batch["inputs"][rows], batch["positions"][rows])[0] for rows in (slice(0, 2), slice(2, 4))]
     return routes, torch.cat(hidden).detach()
 
 
 def test_choices_are_noted_row_by_row() -> None:
     routes, _ = routed()
-    assert set(routes.found) == {KEY, "step-0/blocks.0.moe.router"}
-    assert routes.found[KEY].shape == (4, 6, 2)
-    assert (routes.found[KEY].diff() > 0).all(), "in ascending order"
-    assert disagreement(routes.found) is None
+    assert set(routes.choices) == {KEY, "step-0/blocks.0.moe.router"}
+    assert routes.choices[KEY].shape == (4, 6, 2)
+    assert (routes.choices[KEY].diff() > 0).all(), "in ascending order"
+    assert find_disagreement(routes.choices) is None
 
 
 def test_forced_choices_are_taken_and_those_that_differ_are_told() -> None:
     usual, hidden = routed()
-    again, same = routed(usual.found)
+    again, same = routed(usual.choices)
     assert torch.equal(same, hidden)
     assert not again.reroutes
-    other = {key: choice.clone() for key, choice in usual.found.items()}
+    other = {key: choice.clone() for key, choice in usual.choices.items()}
     own = set(other[KEY][3, 2].tolist())
     left, taken = min(own), min(set(range(4)) - own)
     other[KEY][3, 2] = torch.tensor(sorted(own - {left} | {taken}))
-    assert not are_alike(other, usual.found)
+    assert not are_alike(other, usual.choices)
     forced, changed = routed(other)
     (found,) = forced.reroutes
     assert (found.router, found.phase, found.row, found.token) == (ROUTER, "step-0", 3, 2)
@@ -73,13 +73,13 @@ def test_forced_choices_are_taken_and_those_that_differ_are_told() -> None:
     assert error[3, 2] > 1e-2
     error[3, 2] = 0
     assert error.max() < 1e-5, "the last block's other tokens are as they were"
-    assert torch.equal(forced.found[KEY], other[KEY])
+    assert torch.equal(forced.choices[KEY], other[KEY])
 
 
 def test_ranks_that_disagree_are_found() -> None:
     choices = {KEY: torch.ones(2, 3, 2, dtype=torch.int64)}
     choices[KEY][1, 2] = -2
-    assert disagreement(choices) == (KEY, 1, 2)
+    assert find_disagreement(choices) == (KEY, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_ranks_that_disagree_are_found() -> None:
 )
 def test_a_near_tie_has_a_bound(phase: str, margin: float, is_wrong: bool) -> None:
     found = Reroute(ROUTER, phase, 0, 0, 1, 2, margin)
-    assert bool(wrong_ones([found], 1e-10)) is is_wrong
+    assert bool(find_misrouted([found], 1e-10)) is is_wrong
 
 
 def test_a_flip_is_told_and_is_no_failure() -> None:
@@ -122,17 +122,17 @@ def test_a_row_says_what_is_allowed_of_the_jobs_optimizer() -> None:
 @pytest.mark.parametrize("preset", ["mixtral-8x7b", "qwen3-30b-a3b", "deepseek-moe-16b"])
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_layouts_of_experts_have_plans(preset: str, num_ranks: int) -> None:
-    layouts = [*of_experts(num_ranks), *products(num_ranks)]
-    every = [name for name, _ in all_layouts(num_ranks, experts=True)]
+    layouts = [*list_expert_layouts(num_ranks), *list_products(num_ranks)]
+    every = [name for name, _ in list_layouts(num_ranks, experts=True)]
     assert len(set(every)) == len(every)
     assert {name for name, _ in layouts} <= set(every)
     job = Job.model_validate({"model": {"preset": preset}, "data": {"seq_len": 32}})
-    small, said = shrunk(job, num_blocks=num_blocks_for(keys for _, keys in layouts))
+    small, said = shrink_job(job, num_blocks=count_blocks_for(keys for _, keys in layouts))
     shape = shape_of(small, 251)
     assert shape.num_expert_layers >= 2
     assert shape.num_experts == 8
     assert "expert_ffn_dim" in said
-    for case in make_cases(judged_job(small, num_ranks), layouts, num_ranks=num_ranks, cluster=CPU, shape=None):
+    for case in make_cases(make_verified_job(small, num_ranks), layouts, num_ranks=num_ranks, cluster=CPU, shape=None):
         assert case.plan is not None, case.refused
         keys: dict[str, Any] = {"ep": 1, "tp": 1, "cp": 1, "pp": 1} | dict(case.parallel)
         assert all(getattr(case.plan.layout, axis) == keys[axis] for axis in ("ep", "tp", "cp", "pp"))

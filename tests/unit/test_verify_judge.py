@@ -21,12 +21,12 @@ from phalanx.core.errors import ExitCode, LayoutError
 from phalanx.job.schema import Job
 from phalanx.plan.data_parallel import KEYS
 from phalanx.plan.layout import AXES
-from phalanx.verify.cases import all_layouts, judged_job, make_cases, shrunk
+from phalanx.verify.cases import list_layouts, make_cases, make_verified_job, shrink_job
 from phalanx.verify.compare import covers_evenly
 from phalanx.verify.result import VerifyResult
 from phalanx.verify.row import Row
 from phalanx.verify.trace_facts import BUFFERS, FINAL, INITIAL, UPDATED, Trace, TraceStep, gradients_of
-from phalanx.verify.verdict import Judge
+from phalanx.verify.verdict import Comparator
 
 
 @pytest.mark.parametrize("room", [reference, masks, plain_loss], ids=["reference", "masks", "plain_loss"])
@@ -43,8 +43,8 @@ def test_the_reference_imports_torch_alone(room: Any) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6, 8])
 def test_all_layouts_are_of_all_ranks_and_have_plans(num_ranks: int) -> None:
     model = {"dim": 192, "num_layers": 16, "num_heads": 24, "num_kv_heads": 24}
-    job = judged_job(Job.model_validate({"model": model}), num_ranks)
-    cases = make_cases(job, list(all_layouts(num_ranks)), num_ranks=num_ranks, cluster=CPU, shape=None)
+    job = make_verified_job(Job.model_validate({"model": model}), num_ranks)
+    cases = make_cases(job, list(list_layouts(num_ranks)), num_ranks=num_ranks, cluster=CPU, shape=None)
     assert len({case.name for case in cases}) == len(cases)
     for case in cases:
         assert case.plan is not None, case.refused
@@ -58,10 +58,10 @@ def test_all_layouts_are_of_all_ranks_and_have_plans(num_ranks: int) -> None:
 
 
 def test_a_degree_that_the_heads_forbid_is_refused_with_the_nearest() -> None:
-    job = judged_job(Job.model_validate({"model": {"num_heads": 4, "num_kv_heads": 2}}), 3)
+    job = make_verified_job(Job.model_validate({"model": {"num_heads": 4, "num_kv_heads": 2}}), 3)
     refused = [
         case
-        for case in make_cases(job, list(all_layouts(3)), num_ranks=3, cluster=CPU, shape=None)
+        for case in make_cases(job, list(list_layouts(3)), num_ranks=3, cluster=CPU, shape=None)
         if case.refused and "pp" not in case.parallel
     ]
     assert {axis for case in refused for axis in ("tp", "cp") if axis in case.parallel} == {"tp", "cp"}
@@ -72,7 +72,7 @@ def test_a_degree_that_the_heads_forbid_is_refused_with_the_nearest() -> None:
 
 
 def test_a_refused_layout_says_why() -> None:
-    job = judged_job(Job(), 4)
+    job = make_verified_job(Job(), 4)
     cases = make_cases(job, [("bad", {"dp_shard": 3})], num_ranks=4, cluster=CPU, shape=None)
     assert cases[0].plan is None
     assert "3" in cases[0].refused
@@ -83,7 +83,7 @@ def test_shrunk_models_keep_their_style(preset: str) -> None:
     from phalanx.job.model import shape_of
 
     job = Job.model_validate({"model": {"preset": preset}})
-    small, said = shrunk(job)
+    small, said = shrink_job(job)
     before, after = shape_of(job, 256), shape_of(small, 256)
     assert after.num_params < 200_000 < before.num_params
     kept = ("kind", "activation", "norm", "bias", "qk_norm", "positions", "tie_embeddings", "post_norms")
@@ -94,7 +94,7 @@ def test_shrunk_models_keep_their_style(preset: str) -> None:
 
 def test_a_users_own_model_is_not_shrunk() -> None:
     with pytest.raises(LayoutError, match="built-in"):
-        shrunk(Job.model_validate({"model": {"kind": "mine:build"}}))
+        shrink_job(Job.model_validate({"model": {"kind": "mine:build"}}))
 
 
 # The sums, on a trace of two tensors made by hand
@@ -132,11 +132,11 @@ def saw(**changes: Any) -> dict[str, Any]:
 
 
 def first_of(*seen: dict[str, Any]) -> Any:
-    return Judge(TRACE, seen, tolerance=1e-10, data_parallel_size=len(seen)).verdict().first
+    return Comparator(TRACE, seen, tolerance=1e-10, data_parallel_size=len(seen)).compare().first
 
 
 def test_equal_is_equal() -> None:
-    verdict = Judge(TRACE, [saw(), saw()], tolerance=1e-10, data_parallel_size=2).verdict()
+    verdict = Comparator(TRACE, [saw(), saw()], tolerance=1e-10, data_parallel_size=2).compare()
     assert verdict.first is None
     assert max(verdict.errors.values()) == 0
 
@@ -158,7 +158,7 @@ def test_initial_weights_come_before_losses_and_losses_before_gradients() -> Non
 def test_not_a_number_is_never_equal(value: float) -> None:
     assert first_of(saw(losses=[value]), saw()).what == "loss"
     assert first_of(saw(tensors={FINAL: {"a": (value, value, value, 4.0)}}), saw()).what == "weight"
-    errors = Judge(TRACE, [saw(norms=[value])], tolerance=1e-10, data_parallel_size=1).verdict().errors
+    errors = Comparator(TRACE, [saw(norms=[value])], tolerance=1e-10, data_parallel_size=1).compare().errors
     assert errors["norm"] == math.inf
 
 
@@ -221,7 +221,7 @@ def test_a_gradient_that_is_rounding_has_the_scale_of_a_usual_one() -> None:
     seen = saw(tensors={gradients_of(0): right, INITIAL: {"b": (0, 1e-24, 1e-24, 1e-24)}})
     seen["tensors"][FINAL] = seen["tensors"][INITIAL]
     moved = seen["tensors"] | {UPDATED: {"a": (0.0, 4.0, 4.0, 4.0), "b": (1.0, 1.0, 0.0, 1e-24)}}
-    assert Judge(trace, [seen | {"tensors": moved}], tolerance=1e-10, data_parallel_size=1).verdict().first is None
+    assert Comparator(trace, [seen | {"tensors": moved}], tolerance=1e-10, data_parallel_size=1).compare().first is None
 
 
 def test_a_frozen_tensor_that_an_optimizer_moves_is_found() -> None:
@@ -229,7 +229,7 @@ def test_a_frozen_tensor_that_an_optimizer_moves_is_found() -> None:
     trace = traced(sizes={INITIAL: SIZES, gradients_of(0): sizes, FINAL: SIZES, UPDATED: sizes})
     seen = saw(tensors={gradients_of(0): {"b": (0.0, 0.0, 0.0, 0.0)}})
     seen["tensors"][UPDATED] = {"a": (0.0, 4.0, 4.0, 4.0), "b": (0.01, 1.0, 1.0, 1.0)}
-    first = Judge(trace, [seen], tolerance=1e-10, data_parallel_size=1).verdict().first
+    first = Comparator(trace, [seen], tolerance=1e-10, data_parallel_size=1).compare().first
     assert first is not None
     assert (first.what, first.name, "freeze it" in first.cause) == ("update", "b", True)
 
@@ -240,7 +240,7 @@ def test_buffers_are_compared_after_the_weights() -> None:
     seen = saw(boxes=boxes)
     for error, what in ((0.0, None), (0.09, "buffer")):
         seen["tensors"][BUFFERS] = {"running": (error, 9.0, 9.0, 9.0)}
-        verdict = Judge(trace, [seen], tolerance=1e-10, data_parallel_size=1).verdict()
+        verdict = Comparator(trace, [seen], tolerance=1e-10, data_parallel_size=1).compare()
         assert (verdict.first and verdict.first.what) == what
         assert verdict.errors["buffer"] == pytest.approx(error**0.5 / 3)
 
@@ -252,7 +252,7 @@ def test_buffers_that_are_all_zero_in_one_process_are_compared(error: float, fou
     seen = saw()
     seen["held"]["bias"] = "all of it"
     seen["tensors"][BUFFERS] = {"bias": (error, error, 0.0, 0.0)}
-    first = Judge(trace, [seen], tolerance=1e-10, data_parallel_size=1).verdict().first
+    first = Comparator(trace, [seen], tolerance=1e-10, data_parallel_size=1).compare().first
     assert (first is not None and (first.what, first.name) == ("buffer", "bias")) is found
 
 
@@ -286,7 +286,7 @@ def test_causes_of_a_factor(factor: float, clips: bool, words: str) -> None:
     steps = (TraceStep(3.0, 10, 5.0**0.5, 0.3 * 5.0**0.5 if clips else None),)
     off = {n: (s**2 * (factor - 1) ** 2, s**2 * factor**2, s**2 * factor, s**2) for n, s in SIZES.items()}
     seen = saw(tensors={gradients_of(0): off})
-    first = Judge(traced(steps=steps), [seen, seen], tolerance=1e-10, data_parallel_size=2).verdict().first
+    first = Comparator(traced(steps=steps), [seen, seen], tolerance=1e-10, data_parallel_size=2).compare().first
     assert first is not None
     assert words in first.cause
 

@@ -13,15 +13,15 @@ from phalanx.job.schema import Job
 from phalanx.plan.pipeline.csv_file import write_schedule
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, generate
 from phalanx.verify.batches import split_again
-from phalanx.verify.cases import Case, all_layouts, asked_layout, judged_job, make_cases, shrunk
-from phalanx.verify.pipelines import num_blocks_for, pipelined
+from phalanx.verify.cases import Case, list_layouts, make_cases, make_verified_job, read_job_layout, shrink_job
+from phalanx.verify.pipelines import count_blocks_for, list_pipelines
 
 
 def cases_of(num_ranks: int, num_layers: int, **parallel: Any) -> dict[str, Case]:
     """The pipelines among all layouts; with `parallel` the one that a job asks for."""
     model = {"num_layers": num_layers, "dim": 64, "num_heads": 8, "num_kv_heads": 8}
-    job = judged_job(Job.model_validate({"model": model, "parallel": parallel}), num_ranks)
-    layouts = [("asked", asked_layout(job))] if parallel else list(pipelined(num_ranks))
+    job = make_verified_job(Job.model_validate({"model": model, "parallel": parallel}), num_ranks)
+    layouts = [("asked", read_job_layout(job))] if parallel else list(list_pipelines(num_ranks))
     cases = make_cases(job, layouts, num_ranks=num_ranks, cluster=CPU, shape=None)
     return {case.name: case for case in cases}
 
@@ -31,7 +31,7 @@ def test_every_schedule_is_judged_alone_with_fsdp_with_tp_and_with_both() -> Non
         (4, ("pp4", "pp2-zero3", "pp2-tp2")),
         (8, ("pp8", "pp4-zero3", "pp4-tp2", "pp2-zero3-tp2")),
     ):
-        names = dict(all_layouts(num_ranks))
+        names = dict(list_layouts(num_ranks))
         for place in places:
             assert {f"{place}-{schedule}" for schedule in SCHEDULE_NAMES} <= set(names)
     both = names["pp2-zero3-tp2-zb-v"]
@@ -71,8 +71,8 @@ def test_a_job_that_asks_for_a_pipeline_is_judged_in_it() -> None:
 
 
 def test_what_a_pipeline_cannot_do_is_refused_and_other_layouts_are_judged() -> None:
-    job = judged_job(Job.model_validate({"train": {"offload_activations": True}}), 2)
-    layouts = [(name, axes) for name, axes in all_layouts(2) if name in ("ddp", "pp2-1f1b")]
+    job = make_verified_job(Job.model_validate({"train": {"offload_activations": True}}), 2)
+    layouts = [(name, axes) for name, axes in list_layouts(2) if name in ("ddp", "pp2-1f1b")]
     ddp, pipeline = make_cases(job, layouts, num_ranks=2, cluster=CPU, shape=None)
     assert ddp.plan is not None
     assert "train.offload_activations" in pipeline.refused
@@ -96,8 +96,8 @@ def test_the_batch_grows_until_a_schedule_from_a_file_has_its_microbatches(tmp_p
     ],
 )
 def test_shrunk_models_keep_the_blocks_that_pipelines_need(parallel: dict[str, Any], num_blocks: int) -> None:
-    assert num_blocks_for([parallel]) == num_blocks
-    small, said = shrunk(Job.model_validate({"model": {"preset": "llama3-8b"}}), num_blocks=num_blocks)
+    assert count_blocks_for([parallel]) == num_blocks
+    small, said = shrink_job(Job.model_validate({"model": {"preset": "llama3-8b"}}), num_blocks=num_blocks)
     assert small.model.num_layers == max(2, num_blocks)
     assert f"num_layers 32 -> {max(2, num_blocks)}" in said
 

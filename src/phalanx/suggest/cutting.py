@@ -13,8 +13,8 @@ NUM_SAMPLES = 12  # features of a row's input that are followed back
 MOST_FOLLOWED = 2048  # features, where all of them must be
 
 
-def needed(flow: Flow, row: str, columns: Sequence[str], feature: int) -> list[list[int]]:
-    """Of each column's output the features that feature `feature` of the row's input depends on."""
+def find_needed_features(flow: Flow, row: str, columns: Sequence[str], feature: int) -> list[list[int]]:
+    """The features of each column's output that feature `feature` of the row's input depends on."""
     outputs = [flow.outputs[name] for name in columns]
     grads = torch.autograd.grad(
         sum_mixed(flow.inputs[row][..., feature]), outputs, allow_unused=True, retain_graph=True
@@ -26,87 +26,133 @@ def needed(flow: Flow, row: str, columns: Sequence[str], feature: int) -> list[l
 
 @dataclass(frozen=True)
 class Cutting:
-    """How a row and the columns that feed it can be cut alike: the options of their rules, and what they count.
+    """A way to cut a row and the columns that feed it alike.
 
-    `heads`: of each part of each column, in their order; 0 where features are cut one by one.
+    `columns` and `row` are their rules. `num_heads` is 0 where features are cut one by one. `counts`:
+    what an integer of the module may say -> heads it counts features of (0: it counts heads).
+    `degrees`: those of tp to try it with.
     """
 
     columns: tuple[str, ...]
     row: str
     num_heads: int
-    counts: Mapping[
-        int, int
-    ]  # what an integer of the module may say -> heads it counts features of (0: it counts heads)
-    degrees: tuple[int, ...]  # of tp to try it with
+    counts: Mapping[int, int]
+    degrees: tuple[int, ...]
     why: str
 
 
 def find_cutting(flow: Flow, row: str, columns: Sequence[str]) -> Cutting | None:
-    """None where features depend on each other otherwise than within heads, or one by one."""
+    """The way to cut `columns` (column-parallel) so that `row` can be row-parallel: per feature, head or group.
+
+    None if an input feature of `row` depends on more than one head, or group of heads.
+    """
     width = flow.inputs[row].shape[-1]
     widths = [flow.outputs[name].shape[-1] for name in columns]
     samples = sorted({*range(min(3, width)), width - 1, *(width * i // NUM_SAMPLES for i in range(NUM_SAMPLES))})
-    seen = {feature: needed(flow, row, columns, feature) for feature in samples}
-    seen = {feature: found for feature, found in seen.items() if all(found)}
-    if len(seen) < 2:
+    needs_of_feature = {feature: find_needed_features(flow, row, columns, feature) for feature in samples}
+    needs_of_feature = {feature: needs for feature, needs in needs_of_feature.items() if all(needs)}
+    if len(needs_of_feature) < 2:
         return None
-    return _by_features(seen, width, widths) or _by_heads(seen, width, widths) or _by_groups(flow, row, columns)
+    return (
+        _by_features(needs_of_feature, width, widths)
+        or _by_heads(needs_of_feature, width, widths)
+        or _by_groups(flow, row, columns)
+    )
 
 
-def _by_features(seen: Mapping[int, list[list[int]]], width: int, widths: Sequence[int]) -> Cutting | None:
-    parts = [w // width for w in widths]
-    for feature, found in seen.items():
-        for needs, count, size in zip(found, parts, widths, strict=True):
+def _by_features(needs_of_feature: Mapping[int, list[list[int]]], width: int, widths: Sequence[int]) -> Cutting | None:
+    parts = [size // width for size in widths]
+    for feature, needs_of_columns in needs_of_feature.items():
+        for needs, count, size in zip(needs_of_columns, parts, widths, strict=True):
             if size % width or needs != [feature + width * part for part in range(count)]:
                 return None
     texts = tuple("column" if count == 1 else f"column parts={count}" for count in parts)
-    return Cutting(texts, "row", 0, {width: 0, **dict.fromkeys(widths, 0)}, (2, 3), "feature by feature")
+    counts = {width: 0, **dict.fromkeys(widths, 0)}
+    return Cutting(texts, "row", 0, counts, (2, 3), "feature by feature")
 
 
-def _by_heads(seen: Mapping[int, list[list[int]]], width: int, widths: Sequence[int]) -> Cutting | None:
-    """A feature behind attention depends on all of a head's query and key, and on one feature of its value."""
-    starts = [_runs(needs) for needs in seen[min(seen)]]
-    parts = [  # of each column: (start, size, features of one head that were seen)
-        [
-            (start, end - start, length)
-            for (start, length), end in zip(runs, [r[0] for r in runs[1:]] + [size], strict=True)
-        ]
-        for runs, size in zip(starts, widths, strict=True)
-    ]
-    longest = [size // length for column in parts for _, size, length in column if length > 1]
-    if not longest or any(column[0][0] for column in parts):
-        return None
-    num_heads = max(longest)
+@dataclass(frozen=True)
+class _Part:
+    """Successive features of a column's output. `run`: how many of them one feature of the row needs."""
+
+    start: int
+    size: int
+    run: int
+
+    def find_unit(self, head_width: int) -> int:
+        """The features of one head: a run, or those of a head of the row if single ones are needed."""
+        return self.run if self.run > 1 else head_width
+
+
+def _by_heads(needs_of_feature: Mapping[int, list[list[int]]], width: int, widths: Sequence[int]) -> Cutting | None:
+    """A cut by heads: behind attention a feature depends on one head's query and key, and on one of its values."""
+    columns = _split_columns(needs_of_feature[min(needs_of_feature)], widths)
+    num_heads = _count_heads(columns)
     if num_heads < 2 or width % num_heads:
         return None
-    each = width // num_heads
-    texts, every, counts = [], [], {width: num_heads, num_heads: 0}
-    for index, column in enumerate(parts):
-        heads = []
-        for start, size, length in column:
-            unit = length if length > 1 else each
-            count = size // unit
-            if (
-                count * unit != size
-                or not count
-                or num_heads % count
-                or unit != (column[0][2] if column[0][2] > 1 else each)
-            ):
+    head_width = width // num_heads
+    texts: list[str] = []
+    heads_of_parts: list[int] = []
+    counts = {width: num_heads, num_heads: 0}
+    for index, parts in enumerate(columns):
+        unit = parts[0].find_unit(head_width)
+        needs = {feature: columns_needed[index] for feature, columns_needed in needs_of_feature.items()}
+        for part in parts:
+            has_unit = part.find_unit(head_width) == unit
+            if not has_unit or not _needs_heads(part, unit, num_heads, head_width, needs):
                 return None
-            for feature, found in seen.items():
-                first = start + feature // each * count // num_heads * unit
-                mine = [f for f in found[index] if start <= f < start + size]
-                if not mine or not first <= mine[0] <= mine[-1] < first + unit:
-                    return None
-            heads.append(count)
-            counts |= {count: 0, size: count}
-        every += heads
+        heads = [part.size // unit for part in parts]
+        for part, count in zip(parts, heads, strict=True):
+            counts |= {count: 0, part.size: count}
+        heads_of_parts += heads
         texts.append("column heads=" + "+".join(_heads_text(count, num_heads) for count in heads))
-    fewest = min(every)
-    legal = [d for d in range(2, num_heads + 1) if num_heads % d == 0 and (fewest % d == 0 or d % fewest == 0)]
+    fewest = min(heads_of_parts)
+    divisors = [degree for degree in range(2, num_heads + 1) if num_heads % degree == 0]
+    legal = [degree for degree in divisors if fewest % degree == 0 or degree % fewest == 0]
     grouped = f", {fewest} of keys and values" if fewest < num_heads else ""
-    why = f"head by head: {num_heads} heads{grouped}"
-    return Cutting(tuple(texts), f"row heads={num_heads}", num_heads, counts, tuple({legal[0], legal[-1]}), why)
+    return Cutting(
+        tuple(texts),
+        f"row heads={num_heads}",
+        num_heads,
+        counts,
+        tuple({legal[0], legal[-1]}),
+        f"head by head: {num_heads} heads{grouped}",
+    )
+
+
+def _split_columns(needs: Sequence[Sequence[int]], widths: Sequence[int]) -> list[list[_Part]]:
+    """The parts of each column's output: a new one starts with each run of features that are needed."""
+    columns = []
+    for features, size in zip(needs, widths, strict=True):
+        runs = _runs(features)
+        ends = [start for start, _ in runs[1:]] + [size]
+        columns.append([_Part(start, end - start, run) for (start, run), end in zip(runs, ends, strict=True)])
+    return columns
+
+
+def _count_heads(columns: Sequence[Sequence[_Part]]) -> int:
+    """The most heads that a part has; 0 if features are needed one by one, or not from the first one on."""
+    if any(parts[0].start for parts in columns):
+        return 0
+    num_heads = 0
+    for parts in columns:
+        for part in parts:
+            if part.run > 1:
+                num_heads = max(num_heads, part.size // part.run)
+    return num_heads
+
+
+def _needs_heads(part: _Part, unit: int, num_heads: int, head_width: int, needs: Mapping[int, Sequence[int]]) -> bool:
+    """True if each feature of the row needs features of its own head alone, of those in `part`."""
+    count = part.size // unit
+    if not count or count * unit != part.size or num_heads % count:
+        return False
+    for feature, needed in needs.items():
+        first = part.start + feature // head_width * count // num_heads * unit
+        inside = [index for index in needed if part.start <= index < part.start + part.size]
+        if not inside or not first <= inside[0] <= inside[-1] < first + unit:
+            return False
+    return True
 
 
 def _heads_text(count: int, queries: int) -> str:
@@ -114,31 +160,41 @@ def _heads_text(count: int, queries: int) -> str:
 
 
 def _by_groups(flow: Flow, row: str, columns: Sequence[str]) -> Cutting | None:
-    """Heads that share something which is mixed into one matrix with them: groups of heads, in order."""
+    """A cut by groups of heads in order, where heads share something that is mixed into one matrix with them."""
     width = flow.inputs[row].shape[-1]
     widths = [flow.outputs[name].shape[-1] for name in columns]
     if width > MOST_FOLLOWED:
         return None
-    group_of: dict[tuple[int, int], int] = {}
-    number = -1
-    for feature in range(width):
-        keys = [(i, f) for i, needs in enumerate(needed(flow, row, columns, feature)) for f in needs]
-        known = {group_of[key] for key in keys if key in group_of}
-        if not keys or len(known) > 1 or (known and known != {number}):
-            return None  # groups that are not one after another
-        number += not known
-        group_of |= dict.fromkeys(keys, number)
-    groups = number + 1
+    group_of = _number_groups(flow, row, columns)
+    if group_of is None:
+        return None
+    groups = max(group_of.values()) + 1
     if groups < 2 or width % groups or any(size % groups for size in widths):
         return None
     for index, size in enumerate(widths):
-        if any(group_of.get((index, f)) != f * groups // size for f in range(size)):
+        if any(group_of.get((index, feature)) != feature * groups // size for feature in range(size)):
             return None
-    degrees = [d for d in range(2, groups + 1) if groups % d == 0]
+    degrees = [degree for degree in range(2, groups + 1) if groups % degree == 0]
     counts = {groups: 0, width: groups, **dict.fromkeys(widths, groups)}
     why = f"group by group: {groups} heads, or groups of them, each with all that is its own side by side"
     text = f"column heads={groups}"
     return Cutting((text,) * len(columns), f"row heads={groups}", groups, counts, (degrees[0], degrees[-1]), why)
+
+
+def _number_groups(flow: Flow, row: str, columns: Sequence[str]) -> dict[tuple[int, int], int] | None:
+    """(column, feature of its output) -> the group that needs it; None if groups are not one after another."""
+    group_of: dict[tuple[int, int], int] = {}
+    number = -1
+    for feature in range(flow.inputs[row].shape[-1]):
+        keys = []
+        for index, needed in enumerate(find_needed_features(flow, row, columns, feature)):
+            keys += [(index, column_feature) for column_feature in needed]
+        known = {group_of[key] for key in keys if key in group_of}
+        if not keys or len(known) > 1 or (known and known != {number}):
+            return None
+        number += not known
+        group_of |= dict.fromkeys(keys, number)
+    return group_of
 
 
 def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:

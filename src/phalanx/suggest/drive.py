@@ -19,7 +19,7 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.run.scratch import Scratch, scratch_directory
 from phalanx.suggest.suggestion import SUGGESTION_FILE, Suggestion, SuggestPayload
-from phalanx.verify.cases import SMALL_VOCAB, judged_job
+from phalanx.verify.cases import SMALL_VOCAB, make_verified_job
 
 
 def suggest_rules_for(job: Job) -> Suggestion:
@@ -46,7 +46,7 @@ def suggest_rules_for(job: Job) -> Suggestion:
 
 def _simplify_job(job: Job) -> Job:
     """The job on one rank, with neither a layout nor rules."""
-    body = judged_job(job, 1).to_json()
+    body = make_verified_job(job, 1).to_json()
     axes = ("tp", "dp_replicate", "dp_shard", "zero_stage", "sequence_parallel")
     body["parallel"] |= dict.fromkeys(axes, None)
     body["parallel"] |= {"ranks": 1, "rules": {}}

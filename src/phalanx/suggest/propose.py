@@ -106,8 +106,8 @@ class _RuleProposer:
         observed = self.observed
         home_pattern = pattern_of(group.home)
         if drops_between(observed, group):
-            place = home_pattern or "the module itself"
-            return f"{place} drops at random between its matrices: look again with 0 for that in model.args"
+            home = home_pattern or "the module itself"
+            return f"{home} drops at random between its matrices: look again with 0 for that in model.args"
         cutting = find_cutting(observed.flow, group.row, group.columns)
         if cutting is None:
             return f"what {pattern_of(group.row)} takes in depends on all features, not on those of a head alone"

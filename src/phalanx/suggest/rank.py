@@ -10,14 +10,14 @@ from phalanx.launch.rank_link import RankLink
 from phalanx.nn.probe import one_line
 from phalanx.suggest.search import suggest_rules
 from phalanx.suggest.suggestion import SUGGESTION_FILE, SuggestPayload
-from phalanx.verify.batches import global_steps
+from phalanx.verify.batches import make_global_steps
 
 
 def main(document: JsonObject, link: RankLink) -> int:
     """Write the suggestion for the JSON of a SuggestPayload to run_dir/SUGGESTION_FILE."""
     payload = SuggestPayload.from_json(document)
     job, plan, data_dir = payload.job, payload.plan, payload.data_dir
-    batch = global_steps(job, plan, data_dir, num_steps=1)[0][0]
+    batch = make_global_steps(job, plan, data_dir, num_steps=1)[0][0]
     try:
         suggestion = suggest_rules(job, plan, batch, is_made_up=data_dir is None)
     except PhalanxError:

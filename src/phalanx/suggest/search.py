@@ -12,12 +12,12 @@ from phalanx.job.schema import Job
 from phalanx.nn.probe import one_line
 from phalanx.parallel.calling import call_with_batch, describe_batch
 from phalanx.plan.plan import Plan
-from phalanx.run.one_process.original_module import build_untouched
+from phalanx.run.one_process.original_module import build_original_module
 from phalanx.run.one_process.plain_loss import Batch
 from phalanx.suggest.made_up_inputs import make_fitting_batches
 from phalanx.suggest.propose import propose_rules
 from phalanx.suggest.suggestion import Suggestion
-from phalanx.verify.batches import as_dtype
+from phalanx.verify.batches import cast_steps
 
 NUM_ROWS = 2
 
@@ -71,11 +71,11 @@ def _build_refusal(job: Job, batch: Batch, failure: str, is_made_up: bool) -> La
 def _take_rows(batch: Batch, dtype: str) -> Batch:
     """The first rows of a batch, with its floating-point tensors in `dtype`."""
     first_rows = {key: tensor[:NUM_ROWS] for key, tensor in batch.items()}
-    return as_dtype([[first_rows]], getattr(torch, dtype))[0][0]
+    return cast_steps([[first_rows]], getattr(torch, dtype))[0][0]
 
 
 def _build_module(job: Job, plan: Plan, dtype: str) -> nn.Module:
-    module, _ = build_untouched(job, plan, dtype, materialize=True)
+    module, _ = build_original_module(job, plan, dtype, materialize=True)
     _add_noise(module)
     return module.eval()
 

@@ -26,7 +26,7 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class _Uses:
-    """Where a visit uses each parameter of the home that is not cut.
+    """The uses of each parameter of the home that is not cut, in one visit.
 
     before: on the way to the columns. between: between columns and row. after: behind the row.
     """
@@ -102,7 +102,7 @@ def find_tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _depends_on(outputs: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor]) -> list[bool]:
-    """For each of `inputs`, True if any of `outputs` depends on it."""
+    """One boolean for each of `inputs`: True if any of `outputs` depends on it."""
     roots = [output for output in outputs if output is not None and output.requires_grad]
     if not roots or not inputs:
         return [False] * len(inputs)

@@ -36,7 +36,7 @@ class _Alone(TensorGroup):
 
 @dataclass(frozen=True)
 class Trial:
-    """What a trial found: which counts of the module must be divided, or why it cannot be cut."""
+    """The result of a trial: which counts of the module must be divided, or why it cannot be cut."""
 
     divide: tuple[str, ...] = ()
     refused: str = ""
@@ -60,10 +60,10 @@ def try_cutting(home: nn.Module, names: Sequence[str], cutting: Cutting, visit: 
 
 def _choices(home: nn.Module, cutting: Cutting) -> Iterator[tuple[str, ...]]:
     """Sets of counts to divide, the smallest first."""
-    found = [(path, value) for path, value in _integers(home) if value in cutting.counts]
-    found.sort(key=lambda item: "head" not in item[0])
+    integers = [(path, value) for path, value in _integers(home) if value in cutting.counts]
+    integers.sort(key=lambda item: "head" not in item[0])
     words = []
-    for path, value in found[:MOST_COUNTS]:
+    for path, value in integers[:MOST_COUNTS]:
         heads = cutting.counts[value]
         words.append(f"{path}/{heads}" if heads and heads != cutting.num_heads else path)
     for size in range(len(words) + 1):
@@ -71,7 +71,7 @@ def _choices(home: nn.Module, cutting: Cutting) -> Iterator[tuple[str, ...]]:
 
 
 def _integers(home: nn.Module) -> Iterator[tuple[str, int]]:
-    """Those that modules inside keep, and those of the settings that they keep (a `config`)."""
+    """The integers that modules inside keep, and those of the settings that they keep (a `config`)."""
     for prefix, part in home.named_modules():
         if hasattr(part, "weight"):
             continue
@@ -92,15 +92,15 @@ def _adds_up(home: nn.Module, row: str, texts: Mapping[str, str], counts: Sequen
     total: torch.Tensor | None = None
     bias = 0.0
     for rank in range(tp):
-        mine = copy.deepcopy(home)
+        part = copy.deepcopy(home)
         rules = {**texts, "": "replicate" + (f" divide={','.join(counts)}" if counts else "")}
         group = _Alone(name="", rank=rank, size=tp, phases=Phases())
-        tensor_parallel.cut(mine, group, parse_rules(rules))
-        made: list[torch.Tensor] = []
-        mine.get_submodule(row).register_forward_hook(lambda part, args, out, made=made: made.append(out))
-        bias = getattr(mine.get_submodule(row), "bias", None)
-        mine(*visit.args, **visit.kwargs)
-        total = made[0] if total is None else total + made[0]
+        tensor_parallel.cut(part, group, parse_rules(rules))
+        outputs: list[torch.Tensor] = []
+        part.get_submodule(row).register_forward_hook(lambda part, args, out, outputs=outputs: outputs.append(out))
+        bias = getattr(part.get_submodule(row), "bias", None)
+        part(*visit.args, **visit.kwargs)
+        total = outputs[0] if total is None else total + outputs[0]
     assert total is not None
     assert visit.row_output is not None
     if isinstance(bias, torch.Tensor):

@@ -14,12 +14,12 @@ from phalanx.data.samples import SampleSpec
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 from phalanx.run.one_process.plain_loss import Batch
-from phalanx.run.one_process.synthetic_batches import made_up
+from phalanx.run.one_process.synthetic_batches import make_up_batch
 from phalanx.verify.cases import NUM_MICROBATCHES
 
 
-def global_steps(job: Job, plan: Plan, data_dir: Path | None, *, num_steps: int) -> list[list[Batch]]:
-    """For each step its microbatches as all ranks together see them; the same on every rank.
+def make_global_steps(job: Job, plan: Plan, data_dir: Path | None, *, num_steps: int) -> list[list[Batch]]:
+    """The microbatches of each step, as all ranks together see them; the same on every rank.
 
     Of the data in `data_dir` where there is some (a user's own), else made up for what the model reads.
     """
@@ -33,7 +33,7 @@ def global_steps(job: Job, plan: Plan, data_dir: Path | None, *, num_steps: int)
             data.close()
     generator = torch.Generator().manual_seed(stable_hash64("verify", job.run.seed) % 2**63)
     return [
-        [made_up(plan, rows, generator, documents=job.data.document_masks) for _ in range(NUM_MICROBATCHES)]
+        [make_up_batch(plan, rows, generator, documents=job.data.document_masks) for _ in range(NUM_MICROBATCHES)]
         for _ in range(num_steps)
     ]
 
@@ -42,14 +42,14 @@ def split_again(steps: Sequence[Sequence[Batch]], num_microbatches: int) -> list
     """The same rows of each step in the same order, in that many equal microbatches."""
 
     def split(step: Sequence[Batch]) -> list[Batch]:
-        whole = {key: torch.cat([batch[key] for batch in step]) for key in step[0]}
-        parts = {key: tensor.chunk(num_microbatches) for key, tensor in whole.items()}
+        step_tensors = {key: torch.cat([batch[key] for batch in step]) for key in step[0]}
+        parts = {key: tensor.chunk(num_microbatches) for key, tensor in step_tensors.items()}
         return [{key: tensors[index] for key, tensors in parts.items()} for index in range(num_microbatches)]
 
     return [split(step) for step in steps]
 
 
-def share_of(steps: Sequence[Sequence[Batch]], rank: int, data_parallel_size: int) -> list[list[Batch]]:
+def take_share(steps: Sequence[Sequence[Batch]], rank: int, data_parallel_size: int) -> list[list[Batch]]:
     """The part of one data-parallel rank: of each microbatch an equal run of rows."""
 
     def part(batch: Batch) -> Batch:
@@ -59,7 +59,7 @@ def share_of(steps: Sequence[Sequence[Batch]], rank: int, data_parallel_size: in
     return [[part(batch) for batch in step] for step in steps]
 
 
-def as_dtype(steps: Sequence[Sequence[Batch]], dtype: torch.dtype) -> list[list[Batch]]:
+def cast_steps(steps: Sequence[Sequence[Batch]], dtype: torch.dtype) -> list[list[Batch]]:
     """Numbers in `dtype`; tokens and labels as they are."""
     return [
         [{key: t.to(dtype) if t.is_floating_point() else t for key, t in batch.items()} for batch in step]

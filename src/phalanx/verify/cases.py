@@ -46,12 +46,12 @@ class Case:
     refused: str = ""
 
 
-def judged_job(job: Job, num_ranks: int) -> Job:
-    """The job as it is judged: in full precision, with a batch that any layout of the ranks can divide."""
+def make_verified_job(job: Job, num_ranks: int) -> Job:
+    """The job as it is verified: in full precision, with a batch that any layout of the ranks can divide."""
     body = job.to_json()
     rows_per_rank = NUM_MICROBATCHES * ROWS_PER_RANK
     body["train"] |= {
-        "global_batch_size": rows_per_rank * num_ranks * pipelines.batch_factor(job.parallel, rows_per_rank),
+        "global_batch_size": rows_per_rank * num_ranks * pipelines.find_batch_factor(job.parallel, rows_per_rank),
         "micro_batch_size": None,
     }
     body["precision"]["compute"] = "fp32"
@@ -63,14 +63,14 @@ def judged_job(job: Job, num_ranks: int) -> Job:
     return _job(body)
 
 
-def not_judged(job: Job) -> list[str]:
-    """What `judged_job` leaves out of a job that asks for it, a line each."""
+def list_not_judged(job: Job) -> list[str]:
+    """A line for each setting of a job that `make_verified_job` leaves out."""
     compute = precision_here(job)
-    said = f"not judged: precision.compute={compute}: layouts are judged in float64 and float32"
-    return [] if compute == "fp32" else [said]
+    line = f"not judged: precision.compute={compute}: layouts are judged in float64 and float32"
+    return [] if compute == "fp32" else [line]
 
 
-def shrunk(job: Job, *, num_blocks: int = 2) -> tuple[Job, str]:
+def shrink_job(job: Job, *, num_blocks: int = 2) -> tuple[Job, str]:
     """A built-in model of few blocks and small widths, in the proportions of the one asked for; and what changed."""
     if job.model.is_foreign:
         raise LayoutError("only built-in models can be shrunk", fix="give your factory smaller model.args")
@@ -97,8 +97,8 @@ def shrunk(job: Job, *, num_blocks: int = 2) -> tuple[Job, str]:
     body = job.to_json()
     changed = {key: value for key, value in small.items() if getattr(shape, key) != value}
     body["model"] |= changed
-    said = ", ".join(f"{key} {getattr(shape, key)} -> {value}" for key, value in changed.items())
-    return _job(body), said
+    changes = ", ".join(f"{key} {getattr(shape, key)} -> {value}" for key, value in changed.items())
+    return _job(body), changes
 
 
 def _few_experts(shape: ModelShape) -> dict[str, Any]:
@@ -113,21 +113,21 @@ def _few_experts(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def asked_layout(job: Job) -> dict[str, Any]:
+def read_job_layout(job: Job) -> dict[str, Any]:
     """The axes that the job sets."""
     keys = (*AXES, "tp_chunks", "compress", "compress_rank", "compress_fraction", *WAYS, *pipelines.OF_THE_MODEL)
-    found = {key: getattr(job.parallel, key) for key in keys}
-    return {key: value for key, value in found.items() if value != Parallel.model_fields[key].default}
+    settings = {key: getattr(job.parallel, key) for key in keys}
+    return {key: value for key, value in settings.items() if value != Parallel.model_fields[key].default}
 
 
-def compressed_layouts(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def list_compressed_layouts(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """DDP with each way of compressing gradients, as `verify` names them."""
     if num_ranks > 1:
         for kind in names("phalanx.parallel.hooks"):
             yield f"ddp-{kind}", {"dp_replicate": num_ranks, "compress": kind}
 
 
-def all_layouts(num_ranks: int, *, experts: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
+def list_layouts(num_ranks: int, *, experts: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every layout of exactly `num_ranks` ranks that can be named today; with `experts` those that spread them, too."""
     for tp in (d for d in range(1, num_ranks + 1) if num_ranks % d == 0):
         for name, axes in _data_parallel(num_ranks // tp):
@@ -143,13 +143,13 @@ def all_layouts(num_ranks: int, *, experts: bool = False) -> Iterator[tuple[str,
     if num_ranks == 1:
         yield "one-offload-optimizer", {"offload": "optimizer"}
         return
-    yield from recomputed(num_ranks)
-    yield from data_parallel_variants(num_ranks)
-    yield from contexts.contexts(num_ranks)
-    yield from pipelines.pipelined(num_ranks)
-    yield from products.products(num_ranks)
+    yield from list_recompute_layouts(num_ranks)
+    yield from list_data_parallel_variants(num_ranks)
+    yield from contexts.list_context_layouts(num_ranks)
+    yield from pipelines.list_pipelines(num_ranks)
+    yield from products.list_products(num_ranks)
     if experts:
-        yield from products.of_experts(num_ranks)
+        yield from products.list_expert_layouts(num_ranks)
 
 
 def _data_parallel(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -175,14 +175,14 @@ RECOMPUTED = {
 }
 
 
-def recomputed(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def list_recompute_layouts(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each way of keeping less, in a layout or two. What goes by memory ("budget") only chooses among these."""
     for name, settings in RECOMPUTED.items():
         axes = {"dp_replicate": num_ranks} if name.startswith("ddp") else {"dp_shard": num_ranks, "zero_stage": 3}
         yield name, axes | settings
 
 
-def data_parallel_variants(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def list_data_parallel_variants(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Ways of running data parallelism, several of those that have nothing to do with each other at a time."""
     zero = {stage: {"dp_shard": num_ranks, "zero_stage": stage} for stage in (1, 2, 3)}
     yield "ddp-static", {"dp_replicate": num_ranks, "static_graph": True}
@@ -217,8 +217,8 @@ def make_cases(
 
     num_blocks = (shape or shape_of(job, SMALL_VOCAB)).num_layers
     cases = []
-    for name, asked in layouts:
-        parallel = pipelines.with_blocks(asked, num_blocks)
+    for name, axes in layouts:
+        parallel = pipelines.resolve_stage_blocks(axes, num_blocks)
         body = job.to_json()
         body["parallel"] |= _NONE | {"compress": "none"} | _WAYS
         for key, value in parallel.items():
@@ -240,8 +240,8 @@ def make_cases(
 
 def _require_possible(job: Job) -> None:
     """Raises LayoutError for what the job asks for, and a pipeline cannot do."""
-    for found in pipelines_can_do_it.run(job):
-        raise LayoutError(f"{'.'.join(map(str, found.path))} is {found.what}", fix=found.fix)
+    for problem in pipelines_can_do_it.run(job):
+        raise LayoutError(f"{'.'.join(map(str, problem.path))} is {problem.what}", fix=problem.fix)
 
 
 def _job(body: Mapping[str, Any]) -> Job:

@@ -18,15 +18,15 @@ from phalanx.plan.plan import Plan
 from phalanx.verify.cases import (
     SMALL_VOCAB,
     Case,
-    all_layouts,
-    asked_layout,
-    compressed_layouts,
-    judged_job,
+    list_compressed_layouts,
+    list_layouts,
+    list_not_judged,
     make_cases,
-    not_judged,
-    shrunk,
+    make_verified_job,
+    read_job_layout,
+    shrink_job,
 )
-from phalanx.verify.pipelines import num_blocks_for
+from phalanx.verify.pipelines import count_blocks_for
 from phalanx.verify.row import Row
 
 DEFAULT_RANKS = 4
@@ -88,16 +88,16 @@ def choose_layouts(job: Job, layouts: str | Sequence[str], *, ranks: int | None,
     """
     layout_names = layouts.split(",") if isinstance(layouts, str) else layouts
     layout_names = [name.strip() for name in layout_names]
-    job_layout = asked_layout(job)
+    job_layout = read_job_layout(job)
     num_ranks = ranks or job.parallel.ranks or _num_ranks_of(job_layout) or DEFAULT_RANKS
     has_experts = not job.model.is_foreign and shape_of(job, SMALL_VOCAB).num_experts > 0
     axes_of_name = _resolve_names(layout_names, job_layout, num_ranks, has_experts=has_experts)
     notes = []
     if shrink:
-        job, changes = shrunk(job, num_blocks=num_blocks_for(axes_of_name.values()))
+        job, changes = shrink_job(job, num_blocks=count_blocks_for(axes_of_name.values()))
         notes.append(f"shrunk  {changes or 'nothing: it is small'}")
-    omissions = not_judged(job)
-    job = judged_job(job, num_ranks)
+    omissions = list_not_judged(job)
+    job = make_verified_job(job, num_ranks)
     if job.data.mixture or not (job.data.source == Data().source or is_own_dataset(job.data.source)):
         look_at_data(job.data, vocab_size=None)  # what is judged is made up, but data that is not there is a mistake
     shape = foreign_shape(job)
@@ -154,11 +154,11 @@ def _resolve_names(
     "asked" is the job's own layout, "all" is each layout of `num_ranks` ranks that fits the model.
     Raises UsageError for a name that is none of them.
     """
-    known = dict([*all_layouts(num_ranks, experts=True), *compressed_layouts(num_ranks)])
+    known = dict([*list_layouts(num_ranks, experts=True), *list_compressed_layouts(num_ranks)])
     chosen: dict[str, dict[str, Any]] = {}
     for name in layout_names:
         if name == "all":
-            chosen |= dict([*all_layouts(num_ranks, experts=has_experts), *compressed_layouts(num_ranks)])
+            chosen |= dict([*list_layouts(num_ranks, experts=has_experts), *list_compressed_layouts(num_ranks)])
         elif name == "asked":
             chosen[name] = job_layout
         elif name in known:

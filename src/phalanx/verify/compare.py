@@ -1,4 +1,4 @@
-"""How far what the ranks of a layout saw is from the trace, number by number and tensor by tensor. Torch-free.
+"""Measures how far the observations of a layout's ranks are from the trace of one process. Torch-free.
 
 The error of a tensor is |a - r| / max(|r|, 1e-3 |g| / sqrt(num_tensors)), over all its blocks on all ranks; replicas
 count each time, so that the error is never too small.
@@ -25,39 +25,51 @@ Box = tuple[tuple[int, ...], tuple[int, ...], int]
 
 @dataclass(frozen=True)
 class Comparison:
-    """What one process did, and what every rank saw of the same."""
+    """The trace of one process, and the observations of every rank of a layout (`RankObservations`, as JSON)."""
 
     trace: Trace
-    seen: Sequence[Mapping[str, Any]]
+    observations: Sequence[Mapping[str, Any]]
 
     @functools.cached_property
     def stages(self) -> dict[str, tuple[int, ...]]:
         """Name -> the pipeline stages that hold the parameter."""
-        return {name: tuple(stages) for seen in self.seen for name, stages in seen.get("stages", {}).items()}
+        return {
+            name: tuple(stages)
+            for observation in self.observations
+            for name, stages in observation.get("stages", {}).items()
+        }
 
     def holders(self, name: str) -> list[int]:
-        """The ranks that have a part of it."""
-        return [rank for rank, seen in enumerate(self.seen) if seen["held"].get(name, "nothing") != "nothing"]
+        """The ranks that have a part of the parameter."""
+        return [
+            rank
+            for rank, observation in enumerate(self.observations)
+            if observation["held"].get(name, "nothing") != "nothing"
+        ]
 
-    def scalar_error(self, found: float, attribute: str, step: int) -> float:
-        wanted = getattr(self.trace.steps[step], attribute)
-        error = abs(found - wanted) / max(abs(wanted), 1e-30)
+    def scalar_error(self, value: float, attribute: str, step: int) -> float:
+        reference = getattr(self.trace.steps[step], attribute)
+        error = abs(value - reference) / max(abs(reference), 1e-30)
         return error if error == error else math.inf
 
     def worst_scalar(self, key: str, attribute: str) -> float:
         return max(
-            self.scalar_error(found, attribute, step) for seen in self.seen for step, found in enumerate(seen[key])
+            self.scalar_error(value, attribute, step)
+            for observation in self.observations
+            for step, value in enumerate(observation[key])
         )
 
     def evaluation_errors(self) -> list[float]:
-        wanted = self.trace.evaluation
-        if wanted is None:
+        reference = self.trace.evaluation
+        if reference is None:
             return [0.0]
-        errors = [abs(seen["evaluation"] - wanted) / max(abs(wanted), 1e-30) for seen in self.seen]
+        errors = [
+            abs(observation["evaluation"] - reference) / max(abs(reference), 1e-30) for observation in self.observations
+        ]
         return [error if error == error else math.inf for error in errors]
 
     def error(self, kind: str, name: str) -> float:
-        square = sum(seen["tensors"][kind].get(name, NO_DOTS)[0] for seen in self.seen)
+        square = sum(observation["tensors"][kind].get(name, NO_DOTS)[0] for observation in self.observations)
         scale = self.trace.scale(kind, name)
         if square and (square != square or not scale):  # no number; or all tensors of the set are zero in one process
             return math.inf
@@ -65,21 +77,21 @@ class Comparison:
 
     def gap(self, kind: str, name: str) -> float:
         """0 if the blocks of all ranks make the tensor a whole number of times, else how far they are from it."""
-        if not covers_evenly([_boxes(seen, name) for seen in self.seen]):
+        if not covers_evenly([_boxes(observation, name) for observation in self.observations]):
             return 1.0
         kind = FINAL if kind == UPDATED else kind  # whose sizes are those of the movement
         size = self.trace.sizes[kind][name] ** 2
-        held = sum(seen["tensors"][kind].get(name, NO_DOTS)[-1] for seen in self.seen)
+        total = sum(observation["tensors"][kind].get(name, NO_DOTS)[-1] for observation in self.observations)
         if size == 0:
             return 0.0
-        copies = held / size
+        copies = total / size
         gap = abs(copies - max(1, round(copies)))
         return gap if gap > 1e-6 else 0.0
 
     def worst(self, kind: str) -> float:
-        return max((self.error(kind, name) for name in self.judged(kind)), default=0.0)
+        return max((self.error(kind, name) for name in self.list_compared(kind)), default=0.0)
 
-    def judged(self, kind: str) -> list[str]:
+    def list_compared(self, kind: str) -> list[str]:
         """The tensors of a set, in forward order.
 
         Not the update of one whose gradient is rounding: Adam divides that by its own size, and moves it at random.
@@ -88,11 +100,11 @@ class Comparison:
         return [n for n in names if kind != UPDATED or not self.trace.never_moved_by_more_than_rounding(n)]
 
     def square(self, kind: str, name: str, rank: int) -> float:
-        return float(self.seen[rank]["tensors"][kind].get(name, NO_DOTS)[0])
+        return float(self.observations[rank]["tensors"][kind].get(name, NO_DOTS)[0])
 
     def factor(self, kind: str, names: Sequence[str], rank: int) -> float | None:
-        """What a rank's part is a multiple of the reference by, if it is one."""
-        dots = [self.seen[rank]["tensors"][kind].get(name, NO_DOTS) for name in names]
+        """The factor by which a rank's part is a multiple of the reference; None if it is no multiple."""
+        dots = [self.observations[rank]["tensors"][kind].get(name, NO_DOTS) for name in names]
         aa, ar, rr = (sum(d[i] for d in dots) for i in (1, 2, 3))
         if not rr or not aa or aa != aa:
             return None
@@ -116,5 +128,5 @@ def _overlap(a: Block, b: Block) -> bool:
     return all(start_a < start_b + size_b and start_b < start_a + size_a for start_a, size_a, start_b, size_b in spans)
 
 
-def _boxes(seen: Mapping[str, Any], name: str) -> list[Box]:
-    return [(tuple(offset), tuple(size), replicas) for offset, size, replicas in seen["boxes"].get(name, ())]
+def _boxes(observation: Mapping[str, Any], name: str) -> list[Box]:
+    return [(tuple(offset), tuple(size), replicas) for offset, size, replicas in observation["boxes"].get(name, ())]

@@ -13,19 +13,19 @@ Layouts = Iterator[tuple[str, dict[str, Any]]]
 _KINDS = get_args(Parallel.model_fields["cp_attention"].annotation)
 
 
-def contexts(num_ranks: int) -> Layouts:
+def list_context_layouts(num_ranks: int) -> Layouts:
     """Each way to attend, alone and beside each other axis that two ranks leave room for; and other ways of cutting
     sequences, of sharding and of keeping less."""
     for cp in (d for d in range(2, num_ranks + 1) if num_ranks % d == 0):
-        for place, axes in _beside(num_ranks // cp):
+        for prefix, axes in _list_other_axes(num_ranks // cp):
             for kind in _KINDS:
                 suffix = "" if kind == "ring" else f"-{kind}"
-                yield f"{place}cp{cp}{suffix}", {"cp": cp, "cp_attention": kind} | axes
+                yield f"{prefix}cp{cp}{suffix}", {"cp": cp, "cp_attention": kind} | axes
     if num_ranks > 1:
         yield from _variants(num_ranks)
 
 
-def _beside(rest: int) -> Layouts:
+def _list_other_axes(rest: int) -> Layouts:
     if rest == 1:
         yield "", {}
         return
@@ -35,7 +35,7 @@ def _beside(rest: int) -> Layouts:
 
 
 def _variants(num_ranks: int) -> Layouts:
-    """In sequences of one run, in shards over cp alone and over copies of them, recomputed."""
+    """Sequences cut into one run, shards over cp alone and over copies of them, recomputation."""
     cp = {"cp": num_ranks}
     yield f"cp{num_ranks}-one-run", cp | {"cp_load_balance": "none"}
     yield f"cp{num_ranks}-one-run-all-gather", cp | {"cp_load_balance": "none", "cp_attention": "all-gather"}

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.run.one_process.dropout_masks import Definition
+from phalanx.run.one_process.dropout_masks import DropoutMasks
 
 
-class Watch:
+class DropoutWatch:
     """Looks at the dropout layers of a layout's module: does each drop what the definition says, for this rank's rows?
 
     `wrong`: (step, name) -> the fraction of elements that it should have kept and dropped, or the other way round.
@@ -19,7 +19,7 @@ class Watch:
 
     def __init__(self, module: nn.Module, seed: int, *, share: int, shares: int) -> None:
         self.wrong: dict[tuple[int, str], float] = {}
-        self._definition, self._place = Definition(module, seed), (share, shares)
+        self._definition, self._place = DropoutMasks(module, seed), (share, shares)
         self._step, self._rows, self._places = 0, 0, dict[int, int]()
         module.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
         for name, part in module.named_modules():
@@ -34,8 +34,8 @@ class Watch:
         self._places = {t.data_ptr(): index for index, batch in enumerate(microbatches) for t in batch.values()}
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        given = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
-        index = next((self._places[t.data_ptr()] for t in given if t.data_ptr() in self._places), 0)
+        tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
+        index = next((self._places[t.data_ptr()] for t in tensors if t.data_ptr() in self._places), 0)
         share, shares = self._place
         self._definition.begin(self._step, (index * shares + share) * self._rows, self._rows)
 

@@ -57,15 +57,15 @@ class Misrouted:
 
     @property
     def where(self) -> str:
-        """Which token, and where it goes."""
-        found = self.reroute
-        token = f"token {found.token} of row {found.row}"
-        return f"{token} goes to expert {found.instead}, not {found.expert}" if found.expert >= 0 else token
+        """The token, and the expert it goes to."""
+        reroute = self.reroute
+        token = f"token {reroute.token} of row {reroute.row}"
+        return f"{token} goes to expert {reroute.instead}, not {reroute.expert}" if reroute.expert >= 0 else token
 
 
-def wrong_ones(reroutes: Sequence[Reroute], tolerance: float) -> list[Reroute]:
-    """Those that are no near-ties: rounding that is allowed cannot have turned them."""
-    return [found for found in reroutes if not found.margin <= _bound(found.phase, tolerance)]
+def find_misrouted(reroutes: Sequence[Reroute], tolerance: float) -> list[Reroute]:
+    """The reroutes that are no near-ties: rounding within `tolerance` cannot have turned them."""
+    return [reroute for reroute in reroutes if not reroute.margin <= _bound(reroute.phase, tolerance)]
 
 
 def _bound(phase: str, tolerance: float) -> float:

@@ -1,4 +1,4 @@
-"""The same steps through a ParallelModel, each tensor beside the reference's, block by block."""
+"""Trains the reference's steps in a ParallelModel and compares each tensor with the trace, block by block."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from phalanx.mesh.logical import LogicalShard, full_name, local_tensor
 from phalanx.parallel.model import Batch, Objective, ParallelModel
-from phalanx.verify.dropout_watch import Watch
+from phalanx.verify.dropout_watch import DropoutWatch
 from phalanx.verify.trace import TraceReader
 from phalanx.verify.trace_facts import BUFFERS, FINAL, INITIAL, UPDATED, Trace, gradients_of
 
@@ -23,9 +23,10 @@ The last is |r|^2 again, of a block that several ranks hold while they differ in
 
 
 @dataclass
-class Followed:
-    """What one rank saw. `tensors`: set -> name -> dots; `held`: name -> which part this rank holds, in words.
+class RankObservations:
+    """The observations of one rank.
 
+    `tensors`: set -> name -> dots; `held`: name -> which part this rank holds, in words.
     `boxes`: name -> (offset, size, ranks that hold it while they differ in others) of each block of it.
     `stages`: name -> the pipeline stages that hold it. `wrong_masks`: (step, from 0; dropout layer; by how much).
     """
@@ -43,9 +44,9 @@ class Followed:
     absent: list[str] = field(default_factory=list)
     wrong_masks: list[tuple[int, str, float]] = field(default_factory=list)
     digests: dict[str, str] = field(default_factory=dict)
-    """Of each weight after the steps, where ranks that hold it must hold the same bits."""
+    """Name -> digest of the weight after the steps, where ranks that hold it must hold the same bits."""
     apart: dict[str, float] = field(default_factory=dict)
-    """What differs by design, and how much."""
+    """Errors by design, by what they are of."""
 
     def to_json(self) -> dict[str, Any]:
         return dict(self.__dict__)
@@ -58,50 +59,50 @@ def follow(
     trace: Trace,
     *,
     seed: int = 0,
-) -> Followed:
+) -> RankObservations:
     """Train `steps` (this rank's microbatches of each) as the reference did, and compare. Collective."""
-    found = Followed()
+    observations = RankObservations()
     shards = model.shards()
-    wanted = set(trace.sizes[INITIAL])
-    found.unknown = sorted(set(named_tensors(model)) - wanted)
-    found.absent = sorted(wanted - set(shards))
-    found.held = {name: held_in_words(shard) for name, shard in shards.items()}
-    found.boxes = boxes_of(shards)
-    found.stages = dict(model.stages_of)
-    place = {"share": model.mesh.data_parallel_rank, "shares": model.plan.layout.data_parallel_size}
-    watch = Watch(model.module, seed, **place) if trace.dropped else None
-    found.tensors[INITIAL] = compare_blocks(trace, INITIAL, shards)
+    reference_names = set(trace.sizes[INITIAL])
+    observations.unknown = sorted(set(list_parameters(model)) - reference_names)
+    observations.absent = sorted(reference_names - set(shards))
+    observations.held = {name: describe_held(shard) for name, shard in shards.items()}
+    observations.boxes = list_boxes(shards)
+    observations.stages = dict(model.stages_of)
+    share = {"share": model.mesh.data_parallel_rank, "shares": model.plan.layout.data_parallel_size}
+    watch = DropoutWatch(model.module, seed, **share) if trace.dropped else None
+    observations.tensors[INITIAL] = compare_blocks(trace, INITIAL, shards)
     optimizer = torch.optim.SGD(list(model.parameters()), lr=trace.lr)
     for number, (microbatches, reference) in enumerate(zip(steps, trace.steps, strict=True)):
         optimizer.zero_grad()
         means: list[float] = []
         if watch is not None:
             watch.begin_step(number + 1, microbatches)
-        sums = model.forward_backward(microbatches, noting(objective, means))
+        sums = model.forward_backward(microbatches, record_means(objective, means))
         facts = model.finish_step(sums, max_norm=reference.max_norm)
-        found.losses.append(facts.loss)
-        found.norms.append(facts.grad_norm)
-        found.num_targets.append(facts.num_targets)
-        found.local_means.append(means)
+        observations.losses.append(facts.loss)
+        observations.norms.append(facts.grad_norm)
+        observations.num_targets.append(facts.num_targets)
+        observations.local_means.append(means)
         # The reference keeps gradients as they were before clipping.
         clipped = 1.0 if reference.max_norm is None else reference.max_norm / reference.grad_norm
-        found.tensors[gradients_of(number)] = compare_blocks(
+        observations.tensors[gradients_of(number)] = compare_blocks(
             trace, gradients_of(number), gradient_shards(model), 1 / clipped
         )
         model.update(optimizer)
-    found.wrong_masks = [(step - 1, name, off) for (step, name), off in watch.wrong.items()] if watch else []
+    observations.wrong_masks = [(step - 1, name, off) for (step, name), off in watch.wrong.items()] if watch else []
     shards = model.shards()
-    found.tensors[FINAL] = compare_blocks(trace, FINAL, shards)
+    observations.tensors[FINAL] = compare_blocks(trace, FINAL, shards)
     if BUFFERS in trace.sizes:
-        found.tensors[BUFFERS] = compare_blocks(trace, BUFFERS, shards)
+        observations.tensors[BUFFERS] = compare_blocks(trace, BUFFERS, shards)
     model.train(False)
-    found.evaluation, _ = model.reduce_sums(model.evaluate(steps[-1], objective))
+    observations.evaluation, _ = model.reduce_sums(model.evaluate(steps[-1], objective))
     model.train()
-    return found
+    return observations
 
 
-def boxes_of(shards: Mapping[str, LogicalShard]) -> dict[str, list[tuple[tuple[int, ...], tuple[int, ...], int]]]:
-    """As in `Followed`."""
+def list_boxes(shards: Mapping[str, LogicalShard]) -> dict[str, list[tuple[tuple[int, ...], tuple[int, ...], int]]]:
+    """The blocks of each shard, as `RankObservations.boxes` has them."""
     return {
         name: [(box.global_offset, box.size, box.num_replicas) for box in shard.boxes] for name, shard in shards.items()
     }
@@ -122,19 +123,19 @@ def follow_optimizer(
     return compare_blocks(trace, UPDATED, model.shards())
 
 
-def noting(objective: Objective, means: list[float]) -> Objective:
+def record_means(objective: Objective, means: list[float]) -> Objective:
     """The objective, which also keeps each microbatch's own mean: what a mean of means would be made of."""
 
-    def noted(outputs: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def call_and_record(outputs: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         loss, targets = objective(outputs, batch)
         if loss.requires_grad:  # not when a pipeline rehearses
             means.append(loss.item() / int(targets) if int(targets) else float("nan"))
         return loss, targets
 
-    return noted
+    return call_and_record
 
 
-def named_tensors(model: ParallelModel) -> dict[str, torch.Tensor]:
+def list_parameters(model: ParallelModel) -> dict[str, torch.Tensor]:
     return {full_name(name): parameter for name, parameter in model.named_parameters()}
 
 
@@ -142,7 +143,7 @@ def gradient_shards(model: ParallelModel) -> dict[str, LogicalShard]:
     """The gradients in the places of what is updated; zeros where a parameter had no part in the loss."""
     shards = model.trained_shards()
     gradients = {}
-    for name, parameter in named_tensors(model).items():
+    for name, parameter in list_parameters(model).items():
         local = shards[name].tensor
         gradient = torch.zeros_like(local) if parameter.grad is None else local_tensor(parameter.grad).detach()
         gradients[name] = shards[name].like(name, gradient)
@@ -151,27 +152,32 @@ def gradient_shards(model: ParallelModel) -> dict[str, LogicalShard]:
 
 def compare_blocks(trace: Trace, kind: str, shards: Mapping[str, LogicalShard], factor: float = 1.0) -> dict[str, Dots]:
     """Dots of each tensor that the reference has, over the blocks of this rank; `factor` undoes a known scaling."""
-    found: dict[str, Dots] = {}
+    dots_of: dict[str, Dots] = {}
     with TraceReader(trace, kind) as reader:
         for name in trace.sizes[kind]:
             if name not in shards:
                 continue
             shard, dots = shards[name], torch.zeros(5, dtype=torch.float64)
             for box in shard.boxes:
-                places = tuple(slice(o, o + n) for o, n in zip(box.local_offset, box.size, strict=True))
-                actual = shard.tensor[places].double().cpu() * factor
-                wanted = reader.block(name, box.global_offset, box.size).double()
-                if actual.shape != wanted.shape:
-                    actual = torch.full_like(wanted, float("nan"))  # it stands where no such block is
-                pairs = ((actual - wanted, actual - wanted), (actual, actual), (actual, wanted), (wanted, wanted))
+                slices = tuple(slice(o, o + n) for o, n in zip(box.local_offset, box.size, strict=True))
+                actual = shard.tensor[slices].double().cpu() * factor
+                reference_block = reader.block(name, box.global_offset, box.size).double()
+                if actual.shape != reference_block.shape:
+                    actual = torch.full_like(reference_block, float("nan"))  # it stands where no such block is
+                pairs = (
+                    (actual - reference_block, actual - reference_block),
+                    (actual, actual),
+                    (actual, reference_block),
+                    (reference_block, reference_block),
+                )
                 sums = [(a * b).sum() for a, b in pairs]
                 dots += torch.stack((*sums, sums[3] / box.num_replicas))
-            found[name] = tuple(dots.tolist())
-    return found
+            dots_of[name] = tuple(dots.tolist())
+    return dots_of
 
 
-def held_in_words(shard: LogicalShard) -> str:
-    """ "whole", "nothing", or "[0:16, :] of [64, 32]"."""
+def describe_held(shard: LogicalShard) -> str:
+    """The part of a tensor that a shard holds: "whole", "nothing", or "[0:16, :] of [64, 32]"."""
     if not shard.boxes:
         return "nothing"
     if len(shard.boxes) == 1 and shard.boxes[0].size == shard.global_shape:

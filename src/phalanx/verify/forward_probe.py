@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.core.errors import LayoutError
 from phalanx.mesh.logical import full_name
-from phalanx.run.one_process.dropout_masks import Definition
+from phalanx.run.one_process.dropout_masks import DropoutMasks
 from phalanx.run.one_process.row_mixing import Loss, Part, mixes_rows, mixing_part, num_rows_of, refuse_collective
 from phalanx.verify.reference import Batch, forward_order
 
@@ -44,28 +44,28 @@ def probe(build: Callable[[], nn.Module], loss: Loss, batch: Batch, seed: int) -
     for a loss that calls collectives.
     """
     module, sums = build(), list[tuple[torch.Tensor, torch.Tensor]]()
-    narrowing, masks, before = _Narrowing(), Definition(module, seed), _buffers(module)
+    narrowing, masks, before = _Narrowing(), DropoutMasks(module, seed), _buffers(module)
     rows = num_rows_of(batch)
-    with _refusing_draws(module), masks.of(1, 0, rows), narrowing:
+    with _refusing_draws(module), masks.fill(1, 0, rows), narrowing:
         order = forward_order(module, lambda: sums.append(loss(module, batch)))
     moved = tuple(name for name, buffer in _buffers(module).items() if not _is_same(before.get(name), buffer))
     mixed_by: Part = ""
     if rows > 1:
         other, (total, targets) = build(), sums[0]
-        others_masks = Definition(other, seed)
+        others_masks = DropoutMasks(other, seed)
         if mixes_rows(other, loss, batch, others_masks, total.item(), int(targets)):
             mixed_by = mixing_part(other, loss, batch, others_masks)
-    return Probe(tuple(order), narrowing.found, bool(mixed_by), tuple(masks.dropped), mixed_by, moved)
+    return Probe(tuple(order), narrowing.is_narrowed, bool(mixed_by), tuple(masks.dropped), mixed_by, moved)
 
 
 def _buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """But for statistics of BatchNorm, which have no part in what it makes of a training batch."""
-    found = {}
+    buffers: dict[str, torch.Tensor] = {}
     for prefix, part in module.named_modules():
         if not isinstance(part, _BatchNorm):
-            own = part.named_buffers(prefix, recurse=False)
-            found |= {full_name(name): buffer.detach().clone() for name, buffer in own}
-    return found
+            part_buffers = part.named_buffers(prefix, recurse=False)
+            buffers |= {full_name(name): buffer.detach().clone() for name, buffer in part_buffers}
+    return buffers
 
 
 def _is_same(before: torch.Tensor | None, after: torch.Tensor) -> bool:
@@ -77,13 +77,13 @@ class _Narrowing(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found = False
+        self.is_narrowed = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         refuse_collective(func)
         out = func(*args, **(kwargs or {}))
         if isinstance(out, torch.Tensor) and out.dtype in NARROW:
-            self.found |= any(isinstance(arg, torch.Tensor) and arg.dtype is torch.float64 for arg in args)
+            self.is_narrowed |= any(isinstance(arg, torch.Tensor) and arg.dtype is torch.float64 for arg in args)
         return out
 
 
@@ -122,7 +122,7 @@ def _refusing_draws(module: nn.Module) -> Iterator[None]:
         )
 
 
-def described_failure(error: Exception, dtype: str) -> str:
+def describe_failure(error: Exception, dtype: str) -> str:
     """Why there is no reference: nothing that a layout could be blamed for."""
     if isinstance(error, LayoutError):
         return str(error)

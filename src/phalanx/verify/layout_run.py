@@ -1,4 +1,4 @@
-"""A layout's steps beside a trace: its module is built, trained and compared; each rank hands in what it saw."""
+"""Runs a layout: builds its module, trains it, compares it with a trace and gathers every rank's observations."""
 
 from __future__ import annotations
 
@@ -15,24 +15,26 @@ from phalanx.optim.build import build_optimizer
 from phalanx.parallel.model import Batch, ParallelModel
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.plan import Plan
-from phalanx.run.one_process.original_module import build_untouched
+from phalanx.run.one_process.original_module import build_original_module
 from phalanx.verify.flips import EVALUATION, optimizer_step, train_step
 from phalanx.verify.follow import follow, follow_optimizer
-from phalanx.verify.follow_lossy import digests_of, follow_lossy
-from phalanx.verify.lossy import comparable, is_lossy
-from phalanx.verify.routes import Watch, read_routes
+from phalanx.verify.follow_lossy import digest_weights, follow_lossy
+from phalanx.verify.lossy import is_lossy, keep_comparable
+from phalanx.verify.routes import RouteWatch, read_routes
 from phalanx.verify.trace_facts import UPDATED, Trace
 
 
 @dataclass
-class Ran:
-    """`seen`: what each rank saw. `apart`: what differs by design, and how much. `watch`: this rank's routers;
-    `choices`: those of all ranks, in the form of `verify.routes`."""
+class LayoutResult:
+    """The result of one layout: `observations` of each rank, and `apart`, the errors by design.
 
-    seen: list[Any]
+    `watch`: this rank's routers; `choices`: those of all ranks, in the form of `verify.routes`.
+    """
+
+    observations: list[Any]
     apart: dict[str, float]
     notes: tuple[str, ...]
-    watch: Watch
+    watch: RouteWatch
     choices: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -48,38 +50,38 @@ class LayoutRun:
     def is_amid_schedule(self) -> bool:
         return self._model is not None and self._model.is_amid_schedule
 
-    def beside(self, whole: Trace, steps: Sequence[Sequence[Batch]], mesh: Mesh) -> Ran:
+    def run(self, full_trace: Trace, steps: Sequence[Sequence[Batch]], mesh: Mesh) -> LayoutResult:
         """Train `steps`, this rank's microbatches of each. Collective."""
         compress, seed = self.plan.compress, self.job.run.seed
-        trace, objective, watch = judged_part(whole, compress), build_objective(self.job), Watch()
-        model, notes = self._built(whole, mesh)
+        trace, objective, watch = keep_compared_part(full_trace, compress), build_objective(self.job), RouteWatch()
+        model, notes = self._build(full_trace, mesh)
         watch.attach(model, train_step)
         if is_lossy(compress):
-            found = follow_lossy(model, objective, steps, whole)
+            observations = follow_lossy(model, objective, steps, full_trace)
         else:
-            found = follow(model, objective, steps, trace, seed=seed)
-        found.digests = digests_of(model) if compress != "none" else {}
+            observations = follow(model, objective, steps, trace, seed=seed)
+        observations.digests = digest_weights(model) if compress != "none" else {}
         if UPDATED in trace.sizes:
-            model, _ = self._built(whole, mesh)
+            model, _ = self._build(full_trace, mesh)
             watch.attach(model, optimizer_step)
             optimizer = build_optimizer(model, self.job.optim)
-            found.tensors[UPDATED] = follow_optimizer(model, optimizer, objective, steps, trace)
-        seen = mesh.gather_json(found.to_json())
-        judged = {key: choice for key, choice in read_routes(trace.directory).items() if _is_judged(key, trace)}
-        return Ran(seen, found.apart, notes, watch, watch.of_all_ranks(judged))
+            observations.tensors[UPDATED] = follow_optimizer(model, optimizer, objective, steps, trace)
+        all_observations = mesh.gather_json(observations.to_json())
+        compared = {key: choice for key, choice in read_routes(trace.directory).items() if _is_compared(key, trace)}
+        return LayoutResult(all_observations, observations.apart, notes, watch, watch.gather(compared))
 
-    def _built(self, trace: Trace, mesh: Mesh) -> tuple[ParallelModel, tuple[str, ...]]:
-        module, notes = build_untouched(self.job, self.plan, trace.dtype, materialize=False)
+    def _build(self, trace: Trace, mesh: Mesh) -> tuple[ParallelModel, tuple[str, ...]]:
+        module, notes = build_original_module(self.job, self.plan, trace.dtype, materialize=False)
         self._model = parallelize(module, self.plan, mesh, seed=self.job.run.seed)
         return self._model, notes
 
 
-def judged_part(whole: Trace, compress: str) -> Trace:
-    """What of a trace a layout can be held to."""
-    return whole if compress == "none" else comparable(whole, compress)
+def keep_compared_part(trace: Trace, compress: str) -> Trace:
+    """The part of a trace that a layout with this compression is compared with."""
+    return trace if compress == "none" else keep_comparable(trace, compress)
 
 
-def _is_judged(key: str, trace: Trace) -> bool:
+def _is_compared(key: str, trace: Trace) -> bool:
     phase = key.partition("/")[0]
     if phase == EVALUATION:
         return trace.evaluation is not None

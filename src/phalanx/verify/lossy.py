@@ -22,12 +22,12 @@ def is_lossy(compress: str) -> bool:
     return keeps_error(compress)
 
 
-def tolerance_of(compress: str, exact: float) -> float:
-    """What a layout is judged at; `exact` is that of uncompressed ones."""
+def find_tolerance(compress: str, exact: float) -> float:
+    """The tolerance of a layout with this compression; `exact` is that of uncompressed ones."""
     return max(exact, CAST_TOLERANCE.get(compress, 0.0))
 
 
-def comparable(trace: Trace, compress: str) -> Trace:
+def keep_comparable(trace: Trace, compress: str) -> Trace:
     """The part of a trace that such a layout can be held to.
 
     Adam divides what is rounded by its own size, so its update has no tolerance; and once something stayed behind,
@@ -40,7 +40,7 @@ def comparable(trace: Trace, compress: str) -> Trace:
     return replace(trace, sizes={kind: sizes for kind, sizes in trace.sizes.items() if kind != UPDATED})
 
 
-def note_on(compress: str, tolerance: float) -> str:
+def describe_compression(compress: str, tolerance: float) -> str:
     if is_lossy(compress):
         return (
             f"{compress} compression changes gradients by design: judged is that what the first step sends and what it "
@@ -49,10 +49,10 @@ def note_on(compress: str, tolerance: float) -> str:
     return f"{compress} compression rounds gradients: judged at {tolerance:.0e}, without the optimizer's update"
 
 
-def unequal_ranks(seen: Sequence[Mapping[str, Any]], order: Sequence[str], step: int) -> Difference | None:
+def find_unequal_ranks(observations: Sequence[Mapping[str, Any]], order: Sequence[str], step: int) -> Difference | None:
     """The first tensor that the ranks, whole copies all, no longer hold alike. `digests`: name -> that of its bytes."""
     for name in order:
-        digests = [found["digests"].get(name, "") for found in seen]
+        digests = [observation["digests"].get(name, "") for observation in observations]
         usual, _ = Counter(digests).most_common(1)[0]
         ranks = tuple(rank for rank, digest in enumerate(digests) if digest != usual)
         if ranks:

@@ -22,17 +22,17 @@ _OUTSIDE_BLOCKS = 1  # the head can be a stage of its own
 Layouts = Iterator[tuple[str, dict[str, Any]]]
 
 
-def pipelined(num_ranks: int) -> Layouts:
+def list_pipelines(num_ranks: int) -> Layouts:
     """Every schedule alone, with FSDP, with TP and with both; what else there is inside of stages with one or two."""
     for pp in (d for d in range(2, num_ranks + 1) if num_ranks % d == 0):
-        for place, axes in _inside(num_ranks // pp):
+        for suffix, axes in _inside(num_ranks // pp):
             for schedule in SCHEDULE_NAMES:
-                yield f"pp{pp}{place}-{schedule}", {"pp": pp, "schedule": schedule} | axes
+                yield f"pp{pp}{suffix}-{schedule}", {"pp": pp, "schedule": schedule} | axes
     yield from _variants(num_ranks)
 
 
 def _inside(rest: int) -> Layouts:
-    """What the `rest` ranks of each stage do: FSDP, TP, and the two together."""
+    """The layouts of the `rest` ranks of each stage: FSDP, TP, and the two together."""
     if rest == 1:
         yield "", {}
         return
@@ -61,17 +61,17 @@ def _variants(num_ranks: int) -> Layouts:
                 yield f"pp2-cp2-{schedule}", {"pp": 2, "schedule": schedule, "cp": 2}
             yield "pp2-cp2-full-1f1b", {"pp": 2, "schedule": "1f1b", "cp": 2, "train.recompute": "full"}
     fsdp = {"dp_shard": rest, "zero_stage": 3} if rest > 1 else {}
-    place = "-zero3" if rest > 1 else ""
+    suffix = "-zero3" if rest > 1 else ""
     for how, schedule in (("full", "zb-v"), ("selective", "1f1b"), ("sqrt", "interleaved-zero-bubble")):
         axes = {"pp": 2, "schedule": schedule} | fsdp
-        yield f"pp2{place}-{how}-{schedule}", axes | {"train.recompute": how}
-    yield f"pp2{place}-uneven-1f1b", {"pp": 2, "schedule": "1f1b", "stage_blocks": UNEVEN} | fsdp
+        yield f"pp2{suffix}-{how}-{schedule}", axes | {"train.recompute": how}
+    yield f"pp2{suffix}-uneven-1f1b", {"pp": 2, "schedule": "1f1b", "stage_blocks": UNEVEN} | fsdp
 
 
 UNEVEN = "uneven"  # all blocks but one in the last stage: how many these are is known when there is a model
 
 
-def with_blocks(parallel: Mapping[str, Any], num_blocks: int) -> dict[str, Any]:
+def resolve_stage_blocks(parallel: Mapping[str, Any], num_blocks: int) -> dict[str, Any]:
     """The same for a model of `num_blocks`."""
     if parallel.get("stage_blocks") != UNEVEN:
         return dict(parallel)
@@ -79,7 +79,7 @@ def with_blocks(parallel: Mapping[str, Any], num_blocks: int) -> dict[str, Any]:
 
 
 def num_microbatches(plan: Plan) -> int:
-    """In which a pipeline's share of the batch is judged; 0 for what is no pipeline."""
+    """The number of microbatches in which a pipeline is verified; 0 without a pipeline."""
     if plan.pipeline is None:
         return 0
     if plan.pipeline.schedule_name == FROM_FILE:
@@ -87,8 +87,8 @@ def num_microbatches(plan: Plan) -> int:
     return MICROBATCHES_PER_RANK * plan.layout.pp
 
 
-def num_blocks_for(layouts: Iterable[Mapping[str, Any]]) -> int:
-    """How many blocks a model must have for all of these layouts: of a pipeline one less than its stages."""
+def count_blocks_for(layouts: Iterable[Mapping[str, Any]]) -> int:
+    """The number of blocks that all of these layouts need: of a pipeline one less than its stages."""
     needed = 0
     for parallel in layouts:
         if (parallel.get("pp") or 1) > 1:
@@ -104,8 +104,8 @@ def _num_stages(parallel: Mapping[str, Any]) -> int:
     return int(parallel["pp"] * (per_rank or default_stages_per_rank(parallel.get("schedule") or DEFAULT_SCHEDULE)))
 
 
-def batch_factor(parallel: Parallel, rows_per_rank: int) -> int:
-    """How many times larger a batch of `rows_per_rank` must be so that a schedule from a file has its microbatches."""
+def find_batch_factor(parallel: Parallel, rows_per_rank: int) -> int:
+    """The factor by which a batch of `rows_per_rank` grows so that a schedule from a file has its microbatches."""
     if (parallel.pp or 1) == 1 or parallel.schedule_file is None:
         return 1
     num_microbatches = read_schedule(Path(parallel.schedule_file)).num_microbatches

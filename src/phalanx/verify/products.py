@@ -9,7 +9,7 @@ Layouts = Iterator[tuple[str, dict[str, Any]]]
 EXPERT_AXES = ("ep",)
 
 
-def products(num_ranks: int) -> Layouts:
+def list_products(num_ranks: int) -> Layouts:
     """Three axes on eight ranks and more: what there is of other layouts has two, or is in `verify.pipelines`."""
     if num_ranks % 8:
         return
@@ -27,7 +27,7 @@ def products(num_ranks: int) -> Layouts:
             yield f"pp2-tp2-cp2-{schedule}", {**pp, **tp, **cp}
 
 
-def of_experts(num_ranks: int) -> Layouts:
+def list_expert_layouts(num_ranks: int) -> Layouts:
     """Experts spread over the ranks of data parallelism, and of cp; alone and beside each other axis."""
     for ep in _divisors(num_ranks):
         yield f"zero3-ep{ep}", _zero3(num_ranks) | {"ep": ep}

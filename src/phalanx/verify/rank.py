@@ -18,14 +18,14 @@ from phalanx.mesh.mesh import open_mesh
 from phalanx.parallel.parallelize import transforms
 from phalanx.plan.coverage import check_rules, whole_by_default
 from phalanx.plan.layout import Layout
-from phalanx.verify.batches import as_dtype, global_steps, share_of
-from phalanx.verify.layout_run import LayoutRun, judged_part
-from phalanx.verify.lossy import note_on, tolerance_of, unequal_ranks
+from phalanx.verify.batches import cast_steps, make_global_steps, take_share
+from phalanx.verify.layout_run import LayoutRun, keep_compared_part
+from phalanx.verify.lossy import describe_compression, find_tolerance, find_unequal_ranks
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
 from phalanx.verify.references import References
 from phalanx.verify.rerouted import compare_routes
 from phalanx.verify.row import ROWS, Row
-from phalanx.verify.verdict import TOLERANCE, Judge
+from phalanx.verify.verdict import TOLERANCE, Comparator
 
 FLOAT64_COMPILED = (2, 13)  # the first torch known to compile attention's backward in it; 2.11 is known not to
 MOST_COMPILED = 64  # times, of one block: in training and evaluation, with and without gradients, for each module
@@ -42,29 +42,29 @@ def compare_layouts(payload: VerifyPayload) -> None:
     """Append a row for each case of `payload` to run_dir/rows.jsonl. Collective."""
     job, run_dir, first = payload.job, payload.run_dir, payload.cases[0].plan
     with open_mesh(Layout(dp_replicate=payload.num_ranks), device="cpu") as mesh:
-        made = global_steps(job, first, payload.data_dir, num_steps=payload.num_steps)
+        all_steps = make_global_steps(job, first, payload.data_dir, num_steps=payload.num_steps)
         for dtype, cases in itertools.groupby(payload.cases, key=lambda case: case.dtype):
-            steps = as_dtype(made, getattr(torch, dtype))
+            steps = cast_steps(all_steps, getattr(torch, dtype))
             references = References(mesh, run_dir, job, first, dtype, steps)
             for case in cases:
-                row = judge(job, case, references, payload.model_name)
+                row = verify_layout(job, case, references, payload.model_name)
                 if mesh.rank == 0:
                     with open(run_dir / ROWS, "a") as file:
                         file.write(json.dumps(row.to_json()) + "\n")
 
 
-def judge(job: Job, case: VerifyCase, references: References, model_name: str) -> Row:
+def verify_layout(job: Job, case: VerifyCase, references: References, model_name: str) -> Row:
     """The row of one layout. Collective."""
     began = time.monotonic()
     plan, dtype = case.plan, references.dtype
-    whole, steps = references.of(plan)
-    if isinstance(whole, str):
-        return _refused(case, model_name, dtype, whole)
+    reference, steps = references.open_for(plan)
+    if isinstance(reference, str):
+        return _refuse(case, model_name, dtype, reference)
     if plan.compile and dtype == "float64" and TORCH_VERSION < FLOAT64_COMPILED:
         first = ".".join(map(str, FLOAT64_COMPILED))
-        why = f"torch {torch.__version__} compiles a backward in float64 to float32's; {first} does not"
-        return _refused(case, model_name, dtype, why)
-    tolerance = tolerance_of(plan.compress, TOLERANCE["float32" if whole.narrows else dtype])
+        reason = f"torch {torch.__version__} compiles a backward in float64 to float32's; {first} does not"
+        return _refuse(case, model_name, dtype, reason)
+    tolerance = find_tolerance(plan.compress, TOLERANCE["float32" if reference.narrows else dtype])
     run = LayoutRun(job, plan)
     if plan.compile:  # what dynamo has compiled often, for whichever layout, it would leave eager without a word
         torch._dynamo.reset()
@@ -72,26 +72,26 @@ def judge(job: Job, case: VerifyCase, references: References, model_name: str) -
         torch._dynamo.config.fail_on_recompile_limit_hit = True
     try:
         with open_mesh(plan.layout, device="cpu") as inner:
-            mine = share_of(steps, inner.data_parallel_rank, plan.layout.data_parallel_size)
-            ran = run.beside(whole, mine, inner)
-            routed = compare_routes(ran, references, whole, steps, tolerance)
+            rank_steps = take_share(steps, inner.data_parallel_rank, plan.layout.data_parallel_size)
+            result = run.run(reference, rank_steps, inner)
+            routed = compare_routes(result, references, reference, steps, tolerance)
             if routed.flips:  # judged by what one process computes that routes alike
-                whole = routed.trace
-                ran = run.beside(whole, mine, inner)
-                routed = routed.confirmed_by(ran)
+                reference = routed.trace
+                result = run.run(reference, rank_steps, inner)
+                routed = routed.confirm(result)
     except LayoutError as error:  # the same on every rank: it is about the module
         if run.is_amid_schedule:
             raise  # or about this rank alone, for which the others wait
-        return _refused(case, model_name, dtype, str(error))
-    trace, seen, notes = judged_part(whole, plan.compress), ran.seen, ran.notes
+        return _refuse(case, model_name, dtype, str(error))
+    trace, observations, notes = keep_compared_part(reference, plan.compress), result.observations, result.notes
     if plan.layout.tp > 1:
         rules = check_rules(plan.rules, plan.model_shape, plan.layout.tp)
         notes += tuple(filter(None, [whole_by_default(rules, plan.model_shape)]))
     if trace.narrows and trace.dtype == "float64":
         notes += ("the module computes in fewer digits than float64 on its way, and is judged by those",)
-    verdict = Judge(
+    verdict = Comparator(
         trace,
-        seen,
+        observations,
         tolerance=tolerance,
         data_parallel_size=plan.layout.reduced.data_parallel_size,
         tp=plan.layout.tp,
@@ -99,13 +99,13 @@ def judge(job: Job, case: VerifyCase, references: References, model_name: str) -
         ep=plan.layout.ep,
         pipeline=plan.pipeline,
         misrouted=routed.misrouted,
-    ).verdict()
+    ).compare()
     if plan.compress != "none":
-        notes += (note_on(plan.compress, tolerance),)
-        unequal = unequal_ranks(seen, trace.order, len(whole.steps) - 1)
-        verdict = replace(verdict, errors={**verdict.errors, **ran.apart}, first=verdict.first or unequal)
-    if verdict.eased:
-        notes += (f"judged by what rounding to float32 costs in one process: {', '.join(verdict.eased[:3])}",)
+        notes += (describe_compression(plan.compress, tolerance),)
+        unequal = find_unequal_ranks(observations, trace.order, len(reference.steps) - 1)
+        verdict = replace(verdict, errors={**verdict.errors, **result.apart}, first=verdict.first or unequal)
+    if verdict.relaxed:
+        notes += (f"judged by what rounding to float32 costs in one process: {', '.join(verdict.relaxed[:3])}",)
     wall_s = round(time.monotonic() - began, 3)
     return Row(
         layout=case.name,
@@ -123,5 +123,5 @@ def judge(job: Job, case: VerifyCase, references: References, model_name: str) -
     )
 
 
-def _refused(case: VerifyCase, model_name: str, dtype: str, why: str) -> Row:
-    return Row(case.name, case.parallel, model_name, dtype, None, {}, 0.0, refused=why)
+def _refuse(case: VerifyCase, model_name: str, dtype: str, reason: str) -> Row:
+    return Row(case.name, case.parallel, model_name, dtype, None, {}, 0.0, refused=reason)

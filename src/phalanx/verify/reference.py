@@ -105,9 +105,9 @@ def forward_order(module: nn.Module, call: Callable[[], Any]) -> list[str]:
     order: list[str] = []
     hooks = []
     for prefix, part in module.named_modules():
-        own = [f"{prefix}.{name}" if prefix else name for name, _ in part.named_parameters(recurse=False)]
-        if own:
-            hooks.append(part.register_forward_pre_hook(lambda *_, own=own: order.extend(own)))
+        parameter_names = [f"{prefix}.{name}" if prefix else name for name, _ in part.named_parameters(recurse=False)]
+        if parameter_names:
+            hooks.append(part.register_forward_pre_hook(lambda *_, names=parameter_names: order.extend(names)))
     try:
         call()
     finally:

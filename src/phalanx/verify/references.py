@@ -1,4 +1,4 @@
-"""The references of a group of ranks: what one process computes, written by rank 0 when a layout first wants it."""
+"""The references of a group of ranks: what one process computes, written by rank 0 when a layout first needs it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from phalanx.mesh.mesh import Mesh
 from phalanx.optim.build import build_optimizer
 from phalanx.parallel.model import Batch
 from phalanx.plan.plan import Plan
-from phalanx.run.one_process.dropout_masks import Definition
+from phalanx.run.one_process.dropout_masks import DropoutMasks
 from phalanx.run.one_process.job_loss import JobLoss
-from phalanx.run.one_process.original_module import build_untouched
-from phalanx.verify.batches import as_dtype, split_again
+from phalanx.run.one_process.original_module import build_original_module
+from phalanx.verify.batches import cast_steps, split_again
 from phalanx.verify.flips import EVALUATION, Reroute, optimizer_step, train_step
-from phalanx.verify.forward_probe import described_failure, probe
+from phalanx.verify.forward_probe import describe_failure, probe
 from phalanx.verify.pipelines import num_microbatches
 from phalanx.verify.reference import Around, evaluate_alone, train_alone
 from phalanx.verify.routes import Choices, Routes, are_alike, read_routes, write_routes
@@ -38,7 +38,7 @@ CLIP, MOVE = 0.3, 0.01  # not one over a number of ranks or microbatches, so tha
 
 @dataclass
 class References:
-    """What one process computes, in as many microbatches as a layout wants where that makes a difference."""
+    """The traces of one process, in as many microbatches as a layout has where that makes a difference."""
 
     mesh: Mesh
     run_dir: Path
@@ -46,43 +46,43 @@ class References:
     plan: Plan
     dtype: str
     steps: list[list[Batch]]
-    _found: dict[int, Trace | str] = field(default_factory=dict)
+    _traces: dict[int, Trace | str] = field(default_factory=dict)
     _num_replays: int = 0
 
-    def of(self, plan: Plan) -> tuple[Trace | str, list[list[Batch]]]:
+    def open_for(self, plan: Plan) -> tuple[Trace | str, list[list[Batch]]]:
         """(the trace, or why there is none; the microbatches of each step). Collective.
 
         Pipelines have more microbatches, of the same rows. Only a module whose rows see each other, or that counts its
         calls, knows the difference: it then has a reference of its own.
         """
-        usual = self._of(len(self.steps[0]), self.steps)
+        usual = self._open(len(self.steps[0]), self.steps)
         count = num_microbatches(plan)
         if isinstance(usual, str) or count in (0, len(self.steps[0])):
             return usual, self.steps
         steps = split_again(self.steps, count)
-        return (self._of(count, steps) if usual.mixes_rows or BUFFERS in usual.sizes else usual), steps
+        return (self._open(count, steps) if usual.mixes_rows or BUFFERS in usual.sizes else usual), steps
 
-    def _of(self, count: int, steps: list[list[Batch]]) -> Trace | str:
-        if count not in self._found:
+    def _open(self, count: int, steps: list[list[Batch]]) -> Trace | str:
+        if count not in self._traces:
             directory, failure = self.run_dir / f"reference-{self.dtype}-{count}", ""
             if self.mesh.rank == 0 and not (directory / TRACE).exists():
                 failure, _ = _write_reference(directory, self.job, self.plan, self.dtype, steps)
             failure = self.mesh.gather_json(failure)[0]
-            self._found[count] = failure or read_trace(directory)
-        return self._found[count]
+            self._traces[count] = failure or read_trace(directory)
+        return self._traces[count]
 
     def replay(self, trace: Trace, steps: list[list[Batch]], choices: Choices) -> tuple[Trace | str, list[Reroute]]:
         """`trace` again, with routers that choose as `choices` say, or why there is none; and where they would have
         chosen something else. `steps`: those of the layout. Collective."""
         self._num_replays += 1
         directory = self.run_dir / f"reference-{self.dtype}-routed-{self._num_replays}"
-        said: tuple[str, list[dict[str, Any]]] = "", []
+        answer: tuple[str, list[dict[str, Any]]] = "", []
         if self.mesh.rank == 0:
-            steps = self.steps if trace is self._found[len(self.steps[0])] else steps
+            steps = self.steps if trace is self._traces[len(self.steps[0])] else steps
             failure, reroutes = _write_reference(directory, self.job, self.plan, self.dtype, steps, choices)
-            said = failure, [asdict(found) for found in reroutes]
-        failure, found = self.mesh.gather_json(said)[0]
-        return failure or read_trace(directory), [Reroute(**body) for body in found]
+            answer = failure, [asdict(reroute) for reroute in reroutes]
+        failure, bodies = self.mesh.gather_json(answer)[0]
+        return failure or read_trace(directory), [Reroute(**body) for body in bodies]
 
 
 def _write_reference(
@@ -101,7 +101,7 @@ def _write_reference(
     Raises ResourceError where the disk refuses: that is not the module's fault either."""
 
     def build() -> nn.Module:
-        module = build_untouched(job, plan, dtype, materialize=True)[0]
+        module = build_original_module(job, plan, dtype, materialize=True)[0]
         if nudged:
             _nudge(module)
         return module
@@ -109,40 +109,40 @@ def _write_reference(
     loss_sum, reroutes = JobLoss(job, plan), list[Reroute]()
     try:
         with _repeatable():
-            seen = probe(build, loss_sum, steps[0][0], job.run.seed)
+            probed = probe(build, loss_sum, steps[0][0], job.run.seed)
             module, updated = build(), None
             routes, choices = Routes(module, forced), dict[str, torch.Tensor]()
-            around = _around(Definition(module, job.run.seed), routes, train_step)
+            around = _around(DropoutMasks(module, job.run.seed), routes, train_step)
             alone = train_alone(module, loss_sum, steps, clip=CLIP, move=MOVE, around=around)
-            if dtype == "float64" and not seen.narrows:  # else the root of a small second moment has few digits
+            if dtype == "float64" and not probed.narrows:  # else the root of a small second moment has few digits
                 second = build()
-                optimizer, others = build_optimizer(second, job.optim), Routes(second, forced)
-                around = _around(Definition(second, job.run.seed), others, optimizer_step)
+                optimizer, second_routes = build_optimizer(second, job.optim), Routes(second, forced)
+                around = _around(DropoutMasks(second, job.run.seed), second_routes, optimizer_step)
                 by_optimizer = train_alone(
                     second, loss_sum, steps, clip=CLIP, move=MOVE, optimizer=optimizer, around=around
                 )
                 updated = (second, by_optimizer)
 
             def evaluate(module: nn.Module) -> float:
-                with routes.of(EVALUATION):
+                with routes.record(EVALUATION):
                     return evaluate_alone(module, loss_sum, steps[-1])
 
             def other() -> Path | None:
                 if nudged:
                     return None
-                exact = _in_float64(directory, job, plan, steps, routes.found) if dtype == "float32" else None
-                beside = directory.parent / f"{directory.name}-nudged"
-                if exact is None and (dtype == "float32" or seen.narrows):
-                    failure, _ = _write_reference(beside, job, plan, dtype, steps, routes.found, nudged=True)
-                    return None if failure else beside
+                exact = _find_float64(directory, job, plan, steps, routes.choices) if dtype == "float32" else None
+                nudged_dir = directory.parent / f"{directory.name}-nudged"
+                if exact is None and (dtype == "float32" or probed.narrows):
+                    failure, _ = _write_reference(nudged_dir, job, plan, dtype, steps, routes.choices, nudged=True)
+                    return None if failure else nudged_dir
                 return exact
 
-            write_trace(directory, dtype, module, seen, alone, evaluate=evaluate, updated=updated, other=other)
-            choices |= routes.found
+            write_trace(directory, dtype, module, probed, alone, evaluate=evaluate, updated=updated, other=other)
+            choices |= routes.choices
             reroutes += routes.reroutes
             if updated is not None:
-                choices |= others.found
-                reroutes += others.reroutes
+                choices |= second_routes.choices
+                reroutes += second_routes.reroutes
             write_routes(directory, choices)
     except ResourceError:  # of a reference that this one needs
         raise
@@ -151,22 +151,22 @@ def _write_reference(
         if problem is not None:
             raise problem from error
         traceback.print_exc()  # in the rank's log
-        return described_failure(error, dtype), []
+        return describe_failure(error, dtype), []
     return "", reroutes
 
 
-def _around(masks: Definition, routes: Routes, phase: Callable[[int], str]) -> Around:
-    """What each forward of the reference runs in."""
+def _around(masks: DropoutMasks, routes: Routes, phase: Callable[[int], str]) -> Around:
+    """The context that each forward of the reference runs in: masks and routes of its step."""
 
     @contextmanager
     def around(step: int, first_row: int, num_rows: int) -> Iterator[None]:
-        with masks.of(step, first_row, num_rows), routes.of(phase(step - 1)):
+        with masks.fill(step, first_row, num_rows), routes.record(phase(step - 1)):
             yield
 
     return around
 
 
-def _in_float64(
+def _find_float64(
     directory: Path, job: Job, plan: Plan, steps: Sequence[Sequence[Batch]], choices: Choices
 ) -> Path | None:
     """The directory of the same steps in float64, routed alike; None where float64 is not judged."""
@@ -176,7 +176,7 @@ def _in_float64(
     if are_alike(choices, read_routes(exact)):
         return exact
     alike = directory.parent / f"{directory.name}-float64"
-    failure, _ = _write_reference(alike, job, plan, "float64", as_dtype(steps, torch.float64), choices)
+    failure, _ = _write_reference(alike, job, plan, "float64", cast_steps(steps, torch.float64), choices)
     return None if failure else alike
 
 

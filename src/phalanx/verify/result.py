@@ -47,7 +47,7 @@ class VerifyResult:
 
     @property
     def summary(self) -> str:
-        """How many rows equal the reference, and how many layouts were refused, in one line."""
+        """One line that counts the rows that equal the reference and the layouts that were refused."""
         judged = [row for row in self.rows if row.ok is not None]
         exact = [row for row in judged if row.compress == "none"]
         rounded = [row for row in judged if row.compress != "none"]

@@ -32,7 +32,7 @@ Choices = Mapping[str, torch.Tensor]
 ROUTES = "routes.safetensors"
 
 
-def routers_of(module: nn.Module) -> dict[str, Router]:
+def find_routers(module: nn.Module) -> dict[str, Router]:
     return {full_name(name): part for name, part in module.named_modules() if isinstance(part, Router)}
 
 
@@ -46,11 +46,11 @@ class Routes:
         self.reroutes: list[Reroute] = []
         self._forced = forced or {}
         self._phase, self._parts = "", dict[str, list[torch.Tensor]]()
-        for name, router in routers_of(module).items():
+        for name, router in find_routers(module).items():
             router.choose = functools.partial(self._choose, name, router.choose)
 
     @contextmanager
-    def of(self, phase: str) -> Iterator[None]:
+    def record(self, phase: str) -> Iterator[None]:
         """Inside, forwards are noted."""
         self._phase = phase
         try:
@@ -59,7 +59,7 @@ class Routes:
             self._phase = ""
 
     @property
-    def found(self) -> dict[str, torch.Tensor]:
+    def choices(self) -> dict[str, torch.Tensor]:
         return {key: torch.cat(parts) for key, parts in self._parts.items()}
 
     def _choose(self, name: str, choose: Choose, scores_BTE: torch.Tensor, per_token: int) -> torch.Tensor:
@@ -68,29 +68,29 @@ class Routes:
             return experts_BTK
         key = f"{self._phase}/{name}"
         parts = self._parts.setdefault(key, [])
-        first_row, own = sum(map(len, parts)), experts_BTK.sort(-1).values
+        first_row, chosen = sum(map(len, parts)), experts_BTK.sort(-1).values
         if key in self._forced:
-            wanted = self._forced[key][first_row : first_row + len(own)]
-            differs_BT = (wanted != own).any(-1)
+            forced = self._forced[key][first_row : first_row + len(chosen)]
+            differs_BT = (forced != chosen).any(-1)
             for row, token in differs_BT.nonzero().tolist():
-                ours, theirs = set(own[row, token].tolist()), set(wanted[row, token].tolist())
+                own_experts, forced_experts = set(chosen[row, token].tolist()), set(forced[row, token].tolist())
                 at = (self._phase, name, first_row + row, token)
-                self.reroutes.append(_reroute(at, scores_BTE[row, token], ours, theirs))
-            own = wanted
-            experts_BTK = torch.where(differs_BT[..., None], wanted, experts_BTK)
-        parts.append(own)
+                self.reroutes.append(_reroute(at, scores_BTE[row, token], own_experts, forced_experts))
+            chosen = forced
+            experts_BTK = torch.where(differs_BT[..., None], forced, experts_BTK)
+        parts.append(chosen)
         return experts_BTK
 
 
-def _reroute(at: tuple[str, str, int, int], scores_E: torch.Tensor, own: set[int], taken: set[int]) -> Reroute:
+def _reroute(at: tuple[str, str, int, int], scores_E: torch.Tensor, chosen: set[int], forced: set[int]) -> Reroute:
     score = scores_E.tolist()
-    left, instead = max(own - taken, key=lambda e: score[e]), min(taken - own, key=lambda e: score[e])
-    margin, size = score[left] - score[instead], max(map(abs, score))
+    expert, instead = max(chosen - forced, key=lambda e: score[e]), min(forced - chosen, key=lambda e: score[e])
+    margin, size = score[expert] - score[instead], max(map(abs, score))
     phase, name, row, token = at
-    return Reroute(name, phase, row, token, left, instead, margin / size if size else 0.0)
+    return Reroute(name, phase, row, token, expert, instead, margin / size if size else 0.0)
 
 
-class Watch:
+class RouteWatch:
     """The choices of a layout's modules, on the tokens of this rank."""
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class Watch:
 
     def attach(self, model: ParallelModel, phase: Callable[[int], str]) -> None:
         """Note its choices; `phase` names its steps, counted from 0."""
-        for name, router in routers_of(model.module).items():
+        for name, router in find_routers(model.module).items():
             router.choose = functools.partial(self._choose, model, phase, name, router.choose)
 
     def _choose(
@@ -125,46 +125,46 @@ class Watch:
             key = f"{EVALUATION}/{name}"
             index = sum(other == key for other, _ in self._parts)
             first_row = (index * model.plan.layout.data_parallel_size + model.mesh.data_parallel_rank) * num_rows
-        self._parts.setdefault((key, first_row), (experts_BTK.sort(-1).values, Places.of(model)))
+        self._parts.setdefault((key, first_row), (experts_BTK.sort(-1).values, Places.of_model(model)))
 
     def has(self, key: str, row: int, token: int) -> bool:
         """True if this rank has chosen for the token."""
-        for (other, first_row), (own, places) in self._parts.items():
-            if other == key and first_row <= row < first_row + len(own):
-                return token in places.here(own.shape[1] * places.cp).tolist()
+        for (other, first_row), (chosen, places) in self._parts.items():
+            if other == key and first_row <= row < first_row + len(chosen):
+                return token in places.find_tokens(chosen.shape[1] * places.cp).tolist()
         return False
 
-    def of_all_ranks(self, like: Choices) -> dict[str, torch.Tensor]:
+    def gather(self, like: Choices) -> dict[str, torch.Tensor]:
         """Choices of the keys and shapes of `like`, put together; -2 where ranks that have the same token chose
         differently. Collective."""
-        found = {}
-        for key, whole in like.items():
-            most, least = torch.full_like(whole, -1), torch.full_like(whole, _ABSENT)
-            for (other, first_row), (own, places) in self._parts.items():
+        gathered = {}
+        for key, complete in like.items():
+            most, least = torch.full_like(complete, -1), torch.full_like(complete, _ABSENT)
+            for (other, first_row), (chosen, places) in self._parts.items():
                 if other == key:
                     for part in (most, least):
-                        part[first_row : first_row + len(own), places.here(whole.shape[1])] = own
+                        part[first_row : first_row + len(chosen), places.find_tokens(complete.shape[1])] = chosen
             dist.all_reduce(most, op=dist.ReduceOp.MAX)
             dist.all_reduce(least, op=dist.ReduceOp.MIN)
-            found[key] = most.masked_fill((most != least) & (most >= 0), -2)
-        return found
+            gathered[key] = most.masked_fill((most != least) & (most >= 0), -2)
+        return gathered
 
 
 @dataclass(frozen=True)
 class Places:
-    """Which tokens of a sequence a rank of `cp` has."""
+    """The tokens of a sequence that a rank of `cp` has."""
 
     cp: int
     rank: int
     zigzag: bool
 
     @classmethod
-    def of(cls, model: ParallelModel) -> Places:
+    def of_model(cls, model: ParallelModel) -> Places:
         plan = model.plan
         return cls(plan.layout.cp, model.mesh.coordinates["cp"], plan.cp_load_balance == "zigzag")
 
-    def here(self, length: int) -> torch.Tensor:
-        """Of a whole sequence of `length` tokens."""
+    def find_tokens(self, length: int) -> torch.Tensor:
+        """The indices of this rank's tokens in a sequence of `length` tokens."""
         if self.cp == 1:
             return torch.arange(length)
         parts = torch.arange(length).chunk(2 * self.cp if self.zigzag else self.cp)
@@ -184,16 +184,16 @@ def read_routes(directory: Path) -> dict[str, torch.Tensor]:
     return load_file(directory / ROUTES) if (directory / ROUTES).exists() else {}
 
 
-def are_alike(some: Choices, others: Choices) -> bool:
+def are_alike(first: Choices, second: Choices) -> bool:
     """True if what both have is the same."""
-    return all(torch.equal(choice, others[key]) for key, choice in some.items() if key in others)
+    return all(torch.equal(choice, second[key]) for key, choice in first.items() if key in second)
 
 
-def disagreement(choices: Choices) -> tuple[str, int, int] | None:
+def find_disagreement(choices: Choices) -> tuple[str, int, int] | None:
     """(key, row, token) of the first token that ranks route differently, or that nobody routes."""
     for key, choice in choices.items():
-        odd = (choice < 0).any(-1).nonzero()
-        if len(odd):
-            row, token = odd[0].tolist()
+        misrouted = (choice < 0).any(-1).nonzero()
+        if len(misrouted):
+            row, token = misrouted[0].tolist()
             return key, row, token
     return None

@@ -50,15 +50,15 @@ class TraceReader:
         """The elements [offset, offset + size) of a tensor."""
         if not size:
             return self._file.get_tensor(name)
-        places = tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
-        return self._file.get_slice(name)[places]
+        slices = tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
+        return self._file.get_slice(name)[slices]
 
 
 def write_trace(
     directory: Path,
     dtype: str,
     module: nn.Module,
-    seen: Probe,
+    probed: Probe,
     steps: Iterable[AloneStep],
     *,
     evaluate: Callable[[nn.Module], float],
@@ -72,13 +72,13 @@ def write_trace(
     """
     directory.mkdir(parents=True, exist_ok=True)  # a group that crashed may have begun
     sizes = {INITIAL: _save(directory / INITIAL, dict(module.named_parameters()))}
-    kept, lr = [], 0.0
+    trace_steps, lr = [], 0.0
     for number, step in enumerate(steps):
         lr = step.lr
         zeros = {name: torch.zeros_like(p) for name, p in module.named_parameters() if step.gradients[name] is None}
-        found = {name: gradient for name, gradient in step.gradients.items() if gradient is not None} | zeros
-        sizes[gradients_of(number)] = _save(directory / gradients_of(number), found)
-        kept.append(TraceStep(step.loss, step.num_targets, step.grad_norm, step.max_norm))
+        gradients = {name: gradient for name, gradient in step.gradients.items() if gradient is not None} | zeros
+        sizes[gradients_of(number)] = _save(directory / gradients_of(number), gradients)
+        trace_steps.append(TraceStep(step.loss, step.num_targets, step.grad_norm, step.max_norm))
     sizes[FINAL] = _save(directory / FINAL, dict(module.named_parameters()))
     buffers = _persistent_buffers(module)
     if buffers:
@@ -86,28 +86,30 @@ def write_trace(
     evaluation = evaluate(module)
     if updated is not None:
         sizes[UPDATED] = _run_and_save(directory, *updated)
-    body = {"dtype": dtype, "lr": lr, "steps": [asdict(step) for step in kept], "sizes": sizes, **asdict(seen)}
-    beside = other()
-    if beside is not None:
-        body["rounding"] = {kind: _distances(directory, beside, kind) for kind in sizes if kind.startswith(GRADIENTS)}
+    body = {"dtype": dtype, "lr": lr, "steps": [asdict(step) for step in trace_steps], "sizes": sizes, **asdict(probed)}
+    other_directory = other()
+    if other_directory is not None:
+        kinds = [kind for kind in sizes if kind.startswith(GRADIENTS)]
+        body["rounding"] = {kind: _distances(directory, other_directory, kind) for kind in kinds}
     body["evaluation"] = evaluation
     (directory / TRACE).write_text(json.dumps(body))
 
 
-def _distances(directory: Path, beside: Path, kind: str) -> dict[str, float]:
-    """How far each tensor of a set is from the same in another directory: ||a - b||."""
-    with safe_open(directory / f"{kind}.safetensors", framework="pt") as mine:  # type: ignore[no-untyped-call]
-        with safe_open(beside / f"{kind}.safetensors", framework="pt") as others:  # type: ignore[no-untyped-call]
-            return {
-                name: (mine.get_tensor(name).double() - others.get_tensor(name)).norm().item()
-                for name in {*mine.keys()} & {*others.keys()}
-            }
+def _distances(directory: Path, other_directory: Path, kind: str) -> dict[str, float]:
+    """The distance ||a - b|| of each tensor of a set from the same in another directory."""
+    with safe_open(directory / f"{kind}.safetensors", framework="pt") as tensors:  # type: ignore[no-untyped-call]
+        with safe_open(other_directory / f"{kind}.safetensors", framework="pt") as other_tensors:  # type: ignore[no-untyped-call]
+            distances = {}
+            for name in {*tensors.keys()} & {*other_tensors.keys()}:
+                difference = tensors.get_tensor(name).double() - other_tensors.get_tensor(name)
+                distances[name] = difference.norm().item()
+            return distances
 
 
 def _persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """What a checkpoint keeps of them: running statistics, counters."""
-    kept = set(module.state_dict(keep_vars=True))
-    return {name: buffer for name, buffer in module.named_buffers() if name in kept and buffer.numel()}
+    """The buffers that a checkpoint keeps: running statistics, counters."""
+    saved = set(module.state_dict(keep_vars=True))
+    return {name: buffer for name, buffer in module.named_buffers() if name in saved and buffer.numel()}
 
 
 def _run_and_save(directory: Path, module: nn.Module, steps: Iterable[AloneStep]) -> dict[str, float]:

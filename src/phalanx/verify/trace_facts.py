@@ -1,4 +1,4 @@
-"""What is known of a trace without its tensors: losses, norms, the size of each tensor. Torch-free."""
+"""A trace without its tensors: losses, norms, the size of each tensor. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 GRADIENTS = "step-"
 ROUNDING_64, ROUNDING_32 = 1e-10, 1e-5  # of a usual tensor: a gradient this small is zero but for rounding
 
-MOST_EASED = 1e-2  # mistakes are larger
+MOST_RELAXED = 1e-2  # mistakes are larger
 ROUNDINGS = 4  # two differ by twice what each lost, and ranks add up in another order
 
 INITIAL, FINAL = "initial", "final"
@@ -60,15 +60,15 @@ class Trace:
     """Loss of the last step's microbatches in evaluation mode, after the last step; None: it is not to be compared."""
 
     def tolerance(self, kind: str, name: str, usual: float) -> float:
-        """What a tensor may be off by: `usual`, or a few times what rounding alone has cost it in one process.
+        """The tolerance of a tensor: `usual`, or a few times what rounding alone has cost it in one process.
 
         Sums that cancel (the gradient of a norm of keys) lose digits in any order that ranks add them up in.
         """
         lost = self.rounding.get(kind, {}).get(name, 0.0)
-        return max(usual, min(MOST_EASED, ROUNDINGS * lost / self.scale(kind, name))) if lost else usual
+        return max(usual, min(MOST_RELAXED, ROUNDINGS * lost / self.scale(kind, name))) if lost else usual
 
     def scale(self, kind: str, name: str) -> float:
-        """What an error of the tensor is relative to: its own size, or a thousandth of a usual one's if that is more.
+        """The size that errors of the tensor are relative to: its own, or a thousandth of a usual one's if more.
 
         What is nothing but the rounding of larger numbers (the gradient of a bias before BatchNorm) has no digits of
         its own: its error is relative to a usual tensor's size.
@@ -84,7 +84,7 @@ class Trace:
         )
 
     def has_no_gradient(self, name: str) -> bool:
-        """In one process: it is frozen, or has no part in the loss."""
+        """True if the tensor has no gradient in one process: it is frozen, or has no part in the loss."""
         return not any(self.sizes[gradients_of(step)][name] for step in range(len(self.steps)))
 
     def _usual(self, kind: str) -> float:

@@ -16,15 +16,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from phalanx.job.schema import Job
 from phalanx.plan.mixed_rows import MAX_PARAMS, RowFacts, has_own_code
 from phalanx.plan.plan import Plan
-from phalanx.run.one_process.dropout_masks import Definition
+from phalanx.run.one_process.dropout_masks import DropoutMasks
 from phalanx.run.one_process.job_loss import JobLoss
-from phalanx.run.one_process.original_module import build_untouched
+from phalanx.run.one_process.original_module import build_original_module
 from phalanx.run.one_process.plain_loss import Batch
 from phalanx.run.one_process.row_mixing import (
     CollectiveCalledError,
     Part,
     RefusingCollectives,
-    buffers_kept,
+    keep_buffers,
     mixes_rows,
     mixing_part,
     num_rows_of,
@@ -36,8 +36,9 @@ MAX_S = 5.0  # what the larger number of rows may take, as the smaller one lets 
 
 
 def check_rows(job: Job, plan: Plan, batch: Batch) -> RowFacts:
-    """What the job's loss does with the rows of a batch, tried on a few of them, and then on more, with a module of its
-    own.
+    """Find out what the job's loss does with the rows of a batch: tried on a few of them, and then on more.
+
+    The module is built for this alone.
 
     Buffers and random numbers of this process are as they were. Nothing is known of a loss that fails, of one that
     draws random numbers, and of a module that is too large to try: training says what is wrong with it.
@@ -48,9 +49,9 @@ def check_rows(job: Job, plan: Plan, batch: Batch) -> RowFacts:
         return RowFacts()
     is_built = False
     try:
-        with _random_states_kept(), torch.no_grad(), RefusingCollectives():
+        with _keep_random_states(), torch.no_grad(), RefusingCollectives():
             loss = JobLoss(job, plan)
-            module = build_untouched(job, plan, "float32", materialize=True)[0]
+            module = build_original_module(job, plan, "float32", materialize=True)[0]
             for part in module.modules():
                 if isinstance(part, _BatchNorm):  # whose statistics over the microbatch the plan speaks of
                     part.eval()
@@ -75,7 +76,7 @@ def few_rows(batch: Batch, num_rows: int) -> Batch:
     places: dict[int, list[int]] = {}
     for row, label in enumerate([] if labels is None else labels.tolist()):
         places.setdefault(label, []).append(row)
-    pairs = [found[:2] for found in places.values() if len(found) > 1][: num_rows // 2]
+    pairs = [same_label_rows[:2] for same_label_rows in places.values() if len(same_label_rows) > 1][: num_rows // 2]
     if len(pairs) < 2:
         return {key: tensor[:num_rows] for key, tensor in batch.items()}
     rows = [first for first, _ in pairs] + [second for _, second in pairs]
@@ -83,14 +84,14 @@ def few_rows(batch: Batch, num_rows: int) -> Batch:
 
 
 def _find(module: nn.Module, loss: JobLoss, batch: Batch, seed: int) -> Part:
-    masks, rows = Definition(module, seed), num_rows_of(batch)
+    masks, rows = DropoutMasks(module, seed), num_rows_of(batch)
     state = torch.get_rng_state()
-    with masks.of(1, 0, rows), buffers_kept(module):
+    with masks.fill(1, 0, rows), keep_buffers(module):
         total, targets = loss(module, batch)
     if not torch.equal(state, torch.get_rng_state()):
         module.eval()
         state = torch.get_rng_state()
-        with buffers_kept(module):
+        with keep_buffers(module):
             total, targets = loss(module, batch)
         if not torch.equal(state, torch.get_rng_state()):
             return ""
@@ -100,7 +101,7 @@ def _find(module: nn.Module, loss: JobLoss, batch: Batch, seed: int) -> Part:
 
 
 @contextmanager
-def _random_states_kept() -> Iterator[None]:
+def _keep_random_states() -> Iterator[None]:
     """A factory may draw from any of them."""
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):

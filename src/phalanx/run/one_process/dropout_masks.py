@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-def kept(key: int, keep: float, first_row: int, num_rows: int, per_row: int) -> torch.Tensor:
+def make_mask(key: int, keep: float, first_row: int, num_rows: int, per_row: int) -> torch.Tensor:
     """bool [num_rows, per_row]."""
     with np.errstate(over="ignore"):
         rows = _mix(np.uint64(key) + (np.arange(num_rows, dtype=np.uint64) + np.uint64(first_row + 1)) * GOLDEN)
@@ -42,7 +42,7 @@ def _mix(values: Any) -> Any:
 
 
 @dataclass
-class Definition:
+class DropoutMasks:
     """The masks of a module's forwards. `dropped`: the modules that drew, in order."""
 
     module: nn.Module
@@ -78,11 +78,11 @@ class Definition:
         key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
         if name not in self.dropped:
             self.dropped.append(name)
-        mask = kept(key, keep, first_row, num_rows, shape.numel() // num_rows)
+        mask = make_mask(key, keep, first_row, num_rows, shape.numel() // num_rows)
         return mask.view([shape[rows_dim], *shape[:rows_dim], *shape[rows_dim + 1 :]]).movedim(0, rows_dim)
 
     @contextmanager
-    def of(self, step: int, first_row: int, num_rows: int) -> Iterator[None]:
+    def fill(self, step: int, first_row: int, num_rows: int) -> Iterator[None]:
         """Inside, a forward of the module drops what it should."""
         self.begin(step, first_row, num_rows)
         calling: list[str] = []
@@ -103,7 +103,7 @@ class Definition:
 
 
 class _Filling(TorchDispatchMode):
-    def __init__(self, definition: Definition, calling: list[str]) -> None:
+    def __init__(self, definition: DropoutMasks, calling: list[str]) -> None:
         super().__init__()
         self._definition, self._calling = definition, calling
 

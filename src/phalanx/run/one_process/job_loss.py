@@ -30,11 +30,11 @@ class JobLoss:
         self._objective = build_objective(job)
 
     def outputs(self, module: nn.Module, batch: Batch) -> Any:
-        """What the module returns for a batch."""
-        extras = taken(inspect.signature(module.forward).parameters, batch)
+        """The module's outputs for a batch."""
+        extras = pick_extras(inspect.signature(module.forward).parameters, batch)
         return module(*((entry_of(batch, "inputs"),) if "inputs" in names_of(batch) else ()), **extras)
 
-    def of_outputs(self, outputs: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def reduce_outputs(self, outputs: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         can_read = isinstance(outputs, torch.Tensor | CausalOutput)  # else the objective says what it wants
         if self._is_textbook and can_read:
             return plain_cross_entropy(outputs, batch)
@@ -42,9 +42,9 @@ class JobLoss:
         return self._objective(outputs if getattr(self._objective, READS_PARTS, False) else together(outputs), nested)
 
     def __call__(self, module: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.of_outputs(self.outputs(module, batch), batch)
+        return self.reduce_outputs(self.outputs(module, batch), batch)
 
 
-def taken(names: Mapping[str, Any], batch: Batch) -> dict[str, Any]:
+def pick_extras(names: Mapping[str, Any], batch: Batch) -> dict[str, Any]:
     """The entries of a batch, besides inputs and targets, that a forward has arguments for."""
     return {key: entry_of(batch, key) for key in names_of(batch) if key not in ("inputs", "targets") and key in names}

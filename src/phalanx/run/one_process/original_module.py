@@ -12,7 +12,7 @@ from phalanx.nn.hf_experts import use_batched_products
 from phalanx.plan.plan import Plan
 
 
-def build_untouched(job: Job, plan: Plan, dtype: str, *, materialize: bool) -> tuple[nn.Module, tuple[str, ...]]:
+def build_original_module(job: Job, plan: Plan, dtype: str, *, materialize: bool) -> tuple[nn.Module, tuple[str, ...]]:
     """The job's module in `dtype`, in training mode, without dropout that each rank draws; and what was done to it."""
     module = _cast(build_model(job, plan.model_shape), getattr(torch, dtype))
     done: tuple[str, ...] = ()

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import phalanx
 from phalanx.core.errors import LayoutError
-from phalanx.run.one_process.dropout_masks import Definition
+from phalanx.run.one_process.dropout_masks import DropoutMasks
 from phalanx.run.one_process.plain_loss import Batch
 
 Part = Literal["", "model", "objective"]
@@ -36,11 +36,13 @@ class Loss(Protocol):
 
 
 @torch.no_grad()
-def mixes_rows(module: nn.Module, loss: Loss, batch: Batch, masks: Definition, total: float, num_targets: int) -> bool:
-    """Whether the mean loss of a batch, of which `total` and `num_targets` are known, is not that of its halves."""
+def mixes_rows(
+    module: nn.Module, loss: Loss, batch: Batch, masks: DropoutMasks, total: float, num_targets: int
+) -> bool:
+    """True if the mean loss of a batch, `total` over `num_targets`, is not that of its halves."""
     rows, apart, count = num_rows_of(batch), 0.0, 0
     for start, stop in ((0, rows // 2), (rows // 2, rows)):
-        with masks.of(1, start, stop - start), buffers_kept(module):
+        with masks.fill(1, start, stop - start), keep_buffers(module):
             part, targets = loss(module, {key: tensor[start:stop] for key, tensor in batch.items()})
         apart, count = apart + part.item(), count + int(targets)
     if not num_targets:
@@ -52,16 +54,19 @@ def mixes_rows(module: nn.Module, loss: Loss, batch: Batch, masks: Definition, t
 
 
 @torch.no_grad()
-def mixing_part(module: nn.Module, loss: Loss, batch: Batch, masks: Definition) -> Part:
-    """Of a loss that mixes rows: "model" if what it makes of the first rows changes with the last, else "objective"."""
+def mixing_part(module: nn.Module, loss: Loss, batch: Batch, masks: DropoutMasks) -> Part:
+    """The part of a loss that mixes rows: "model" if its outputs for the first rows change with the last rows.
+
+    Else "objective".
+    """
     rows = num_rows_of(batch)
     half = rows // 2
-    others = {key: torch.cat((t[:half], t[:1].expand(rows - half, *t.shape[1:]))) for key, t in batch.items()}
-    made = []
-    for each in (batch, others):
-        with masks.of(1, 0, rows), buffers_kept(module):
-            made.append(list(_leaves(loss.outputs(module, each))))
-    pairs = [(a, b) for a, b in zip(*made, strict=False) if a.ndim and len(a) == len(b) and len(a) % rows == 0]
+    other_last_rows = {key: torch.cat((t[:half], t[:1].expand(rows - half, *t.shape[1:]))) for key, t in batch.items()}
+    outputs = []
+    for each in (batch, other_last_rows):
+        with masks.fill(1, 0, rows), keep_buffers(module):
+            outputs.append(list(_leaves(loss.outputs(module, each))))
+    pairs = [(a, b) for a, b in zip(*outputs, strict=False) if a.ndim and len(a) == len(b) and len(a) % rows == 0]
     if not pairs:
         return "model"  # it returns no row, but the loss itself, say
     firsts = [(a[: len(a) // rows * half].double(), b[: len(b) // rows * half].double()) for a, b in pairs]
@@ -69,8 +74,8 @@ def mixing_part(module: nn.Module, loss: Loss, batch: Batch, masks: Definition) 
 
 
 @contextmanager
-def buffers_kept(module: nn.Module) -> Iterator[None]:
-    """What a forward does to them does not reach the next one."""
+def keep_buffers(module: nn.Module) -> Iterator[None]:
+    """Restore the buffers after a forward: the next one must not see what it did to them."""
     before = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     try:
         yield

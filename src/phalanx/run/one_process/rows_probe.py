@@ -30,7 +30,7 @@ from phalanx.plan.mixed_rows import RowFacts
 from phalanx.plan.plan import Plan
 from phalanx.run.one_process.check_rows import NUM_ROWS, check_rows
 from phalanx.run.one_process.plain_loss import Batch
-from phalanx.run.one_process.synthetic_batches import made_up
+from phalanx.run.one_process.synthetic_batches import make_up_batch
 
 MAX_SAMPLES = 2 * NUM_ROWS[-1]  # of which those are chosen that have a like
 READ_S = 5.0  # more than the few are read as long as this
@@ -56,7 +56,9 @@ def sample_batch(job: Job, plan: Plan) -> Batch:
         dataset = open_user_dataset(job.data.source, job.data.args, "train")
         return _read(UserSamples(dataset, job.data.source, job.run.seed))
     known = plan if plan.vocab_size else replace(plan, vocab_size=job.model.vocab_size or BYTE_VOCAB_SIZE)
-    return made_up(known, NUM_ROWS[-1], torch.Generator().manual_seed(job.run.seed), documents=job.data.document_masks)
+    return make_up_batch(
+        known, NUM_ROWS[-1], torch.Generator().manual_seed(job.run.seed), documents=job.data.document_masks
+    )
 
 
 def _read(samples: UserSamples) -> Batch:

@@ -10,7 +10,7 @@ from phalanx.plan.plan import Plan
 from phalanx.run.one_process.plain_loss import Batch
 
 
-def made_up(plan: Plan, rows: int, generator: torch.Generator, *, documents: bool) -> Batch:
+def make_up_batch(plan: Plan, rows: int, generator: torch.Generator, *, documents: bool) -> Batch:
     """A batch of what the plan's model reads: tokens, or images with labels."""
     make = _images if plan.model_shape.reads_images else _tokens
     return make(plan, rows, generator, documents=documents)
@@ -20,7 +20,7 @@ def _tokens(plan: Plan, rows: int, generator: torch.Generator, *, documents: boo
     """Each row has its own share of masked targets; one in three has none left."""
     length, vocab_size = plan.seq_len, plan.vocab_size
     tokens = torch.randint(vocab_size, (rows, length + 1), generator=generator)
-    targets = _masked(tokens[:, 1:].clone(), generator)
+    targets = _mask_targets(tokens[:, 1:].clone(), generator)
     batch = {"inputs": tokens[:, :-1].clone(), "targets": targets, "positions": torch.arange(length).repeat(rows, 1)}
     if documents:
         border = torch.randint(1, max(2, length), (rows, 1), generator=generator)
@@ -33,10 +33,10 @@ def _images(plan: Plan, rows: int, generator: torch.Generator, *, documents: boo
     shape: ModelShape = plan.model_shape
     images = torch.randn(rows, shape.num_channels, shape.image_size, shape.image_size, generator=generator)
     labels = torch.randint(shape.num_classes, (rows,), generator=generator)
-    return {"inputs": images, "targets": _masked(labels.unsqueeze(1), generator).squeeze(1)}
+    return {"inputs": images, "targets": _mask_targets(labels.unsqueeze(1), generator).squeeze(1)}
 
 
-def _masked(targets: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def _mask_targets(targets: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     keep = torch.rand(len(targets), 1, generator=generator)
     targets[torch.rand(targets.shape, generator=generator) > keep] = IGNORE_INDEX
     targets[2::3] = IGNORE_INDEX

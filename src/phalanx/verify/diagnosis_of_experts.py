@@ -1,4 +1,4 @@
-"""What goes wrong around experts, read off which tensors differ and how. Torch-free."""
+"""Explains differences around experts, by which tensors differ and how. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,47 +15,49 @@ BIAS_MOVED = (
 )
 
 
-class ExpertCauses:
-    """Words for a difference that lies with routers or experts; empty where it does not. `ep`: ranks that have
-    different experts; `tp` and `cp` as everywhere."""
+class ExpertDiagnosis:
+    """Explains a difference that lies with routers or experts; "" where it does not.
+
+    `ep`: ranks that have different experts; `tp` and `cp` as everywhere.
+    """
 
     def __init__(self, compared: Comparison, *, ep: int, tp: int, cp: int) -> None:
         self._compared, self._ep, self._tp, self._cp = compared, ep, tp, cp
         self._routers = [name for name in compared.trace.order if name.endswith(ROUTER)]
 
-    def of_routing(self, found: Reroute) -> str:
-        """Of a token that goes elsewhere while all before it agrees, and that is no near-tie."""
-        weight, bias = f"{found.router}.weight", f"{found.router}.bias"
-        if found.phase != "step-0":
+    def explain_routing(self, reroute: Reroute) -> str:
+        """The cause of a token that goes elsewhere while all before it agrees, and that is no near-tie."""
+        weight, bias = f"{reroute.router}.weight", f"{reroute.router}.bias"
+        if reroute.phase != "step-0":
             sizes = self._compared.trace.sizes
             if bias in sizes.get(BUFFERS, {}) and self._compared.error(BUFFERS, bias) > 1e-3:
                 return f"it is no near-tie, and gradients agree: {BIAS_MOVED}"
             return "it is no near-tie, and all before it agrees: the router has other weights, or a stale bias"
-        place = self._routers.index(weight) if weight in self._routers else 0
-        if place == 0:
+        index = self._routers.index(weight) if weight in self._routers else 0
+        if index == 0:
             words = (
                 "it is no near-tie, and no router comes before it: it sees the hidden states of other tokens, or sums"
             )
             return f"{words} of a part of them" if self._tp > 1 else f"{words} them otherwise"
-        before = self._routers[place - 1].removesuffix(ROUTER)
+        before = self._routers[index - 1].removesuffix(ROUTER)
         capacity = ", or capacity is counted per rank" if self._cp > 1 else ""
         return (
             f"it is no near-tie, and the router of {before} chooses as it should, so hidden states go wrong between "
             f"them: rows of experts come back to other tokens, or with other weights{capacity}"
         )
 
-    def of_buffer(self, name: str) -> str:
+    def explain_buffer(self, name: str) -> str:
         return f"gradients and weights agree, so {BIAS_MOVED}" if name.endswith(BIAS) else ""
 
-    def of_gradient(self, kind: str, off: Sequence[str], ranks: Sequence[int]) -> str:
+    def explain_gradient(self, kind: str, off: Sequence[str], ranks: Sequence[int]) -> str:
         """`off`: all that differ, after a loss that agrees."""
         if not self._routers:
             return ""
         if all(EXPERTS in name for name in off):
-            return self._of_experts(kind, off, ranks)
-        return self._of_balance(off)
+            return self._explain_experts(kind, off, ranks)
+        return self._explain_balance(off)
 
-    def _of_experts(self, kind: str, off: Sequence[str], ranks: Sequence[int]) -> str:
+    def _explain_experts(self, kind: str, off: Sequence[str], ranks: Sequence[int]) -> str:
         if self._ep == 1:
             return ""
         factors = [self._compared.factor(kind, off, rank) for rank in ranks]
@@ -69,7 +71,7 @@ class ExpertCauses:
             "that hold the same"
         )
 
-    def _of_balance(self, off: Sequence[str]) -> str:
+    def _explain_balance(self, off: Sequence[str]) -> str:
         """The balance loss enters where a router's scores are made: that router and all before it have its gradient."""
         last = max((self._compared.trace.order.index(name) for name in off), default=0)
         behind = set(self._compared.trace.order[last + 1 :])

@@ -1,0 +1,99 @@
+"""Explains differences between the stages of a pipeline, by which of them differ. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from phalanx.plan.pipeline.planned import Pipeline
+from phalanx.verify.compare import Comparison
+from phalanx.verify.trace_facts import gradients_of
+
+OTHER_MICROBATCH = (
+    "a stage goes on with hidden states of another microbatch than the one whose targets the last stage reads, or does "
+    "not compute its own blocks, in their order"
+)
+
+
+class StageDiagnosis:
+    """Explains a difference that follows the stages; "" where it does not."""
+
+    def __init__(self, compared: Comparison, pipeline: Pipeline) -> None:
+        self._compared, self._pipeline = compared, pipeline
+
+    def explain_norm(self, norm: float, step: int) -> str:
+        """The cause of a norm that is one of some stages alone, or that lacks or doubles those of one rank."""
+        sizes = self._compared.trace.sizes[gradients_of(step)]
+        reference = self._compared.trace.steps[step].grad_norm
+        squares: dict[float, str] = {}
+        for rank in range(self._pipeline.num_ranks):
+            stages = _list_numbers("stage", self._pipeline.stages_of(rank))
+            holders_of = {name: len(self._ranks_of(name)) for name in sizes if rank in self._ranks_of(name)}
+            squares[sum(sizes[name] ** 2 for name in holders_of)] = stages
+            # Or each of a parameter's holders counts a part of it.
+            squares[sum(sizes[name] ** 2 / count for name, count in holders_of.items())] = stages
+        for square, stages in squares.items():
+            if _near(norm**2, square):
+                return f"it is the norm of {stages} alone: those of the other stages are missing"
+        for square, stages in squares.items():
+            for sign, words in ((1, "counted twice"), (-1, "left out")):
+                if _near(norm**2 - reference**2, sign * square):
+                    return f"the gradients of {stages} are {words}"
+        return ""
+
+    def explain_gradient(self, kind: str, name: str, off: Sequence[str]) -> str:
+        """`off`: all that differ, after a loss that agrees."""
+        stages = self._compared.stages
+        if all(len(stages.get(other, ())) > 1 for other in off):
+            return (
+                f"{_list_numbers('stage', stages[name])} hold {name}, and its gradient is the sum of what "
+                "each of them has: they were not added up, or not once"
+            )
+        late = self._explain_late_weights(off)
+        if late:
+            return late
+        wrong = sorted({stage for other in off for stage in stages.get(other, ())[:1]})
+        right = {stage for other in set(stages) - set(off) for stage in stages[other]}
+        border = wrong[-1] if wrong else -1
+        if wrong == list(range(border + 1)) and border + 1 < self._pipeline.num_stages and not right & set(wrong):
+            return (
+                f"{_list_numbers('stage', wrong)} differ, and later ones agree: what stage {border + 1} "
+                f"sends back to stage {border} is the gradient of another microbatch, or of other hidden states"
+            )
+        return ""
+
+    def _explain_late_weights(self, off: Sequence[str]) -> str:
+        """The cause of wrong gradients of matrices alone.
+
+        W, where it is an action, makes those; gradients of norms come with I.
+        """
+        if not any(action.kind == "W" for row in self._pipeline.schedule().actions for action in row):
+            return ""
+        stages_off = {stage for other in off for stage in self._compared.stages.get(other, ())}
+        right = [name for name, stages in self._compared.stages.items() if stages_off & set(stages) and name not in off]
+        if not right or not all(self._num_dims(other) >= 2 for other in off):
+            return ""
+        if all(self._num_dims(other) >= 2 for other in right):
+            return ""
+        return (
+            f"only weights of linear layers differ, in {_list_numbers('stage', sorted(stages_off))}, "
+            "whose gradients the schedule makes apart from the others (W): a W is left out or is of "
+            "another microbatch, or gradients were reduced, or weights freed, before it"
+        )
+
+    def _num_dims(self, name: str) -> int:
+        for observation in self._compared.observations:
+            boxes = observation["boxes"].get(name)
+            if boxes:
+                return len(boxes[0][1])
+        return 0
+
+    def _ranks_of(self, name: str) -> set[int]:
+        return {self._pipeline.rank_of_stage[stage] for stage in self._compared.stages.get(name, ())}
+
+
+def _list_numbers(noun: str, numbers: Sequence[int]) -> str:
+    return f"{noun}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+def _near(a: float, b: float) -> bool:
+    return abs(a - b) <= 1e-6 * max(abs(a), abs(b))
