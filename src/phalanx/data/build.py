@@ -38,7 +38,7 @@ from phalanx.data.shards import dtype_for, open_shard
 from phalanx.data.sources import Found, find_files
 from phalanx.data.spans import Task, default_shard_bytes, plan_tasks
 from phalanx.data.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Tokenizer, load_tokenizer, tokenizer_path
-from phalanx.data.unchanged import changed_since, check_unchanged, times_of
+from phalanx.data.unchanged import check_inputs_unchanged, find_changed, times_of
 
 STATE = ".build"
 OPTIONS, LOCK = "options.json", "lock"
@@ -205,7 +205,7 @@ def _finished(out: Path, options: dict[str, Any], tasks: list[Task], changed_ns:
         raise _another(out, f"other {', '.join(differing)}")
     contents = dict(enumerate(dataset.manifest.contents))
     for task in tasks:
-        paths = changed_since(task, contents.get(task.number), options["column"], changed_ns, out / MANIFEST)
+        paths = find_changed(task, contents.get(task.number), options["column"], changed_ns, out / MANIFEST)
         if paths:
             others = f" (or another of {len(paths)} that were written lately)" if len(paths) > 1 else ""
             raise _another(out, f"{paths[0]} had another content when it was built{others}")
@@ -332,7 +332,7 @@ def _kept(tasks: list[Task], changed_ns: dict[str, int], column: str, out: Path)
             outcome = Outcome.from_json(note["outcome"])
             if note["task"] != task.digest:
                 continue
-            if changed_since(task, outcome.content, column, changed_ns, path):
+            if find_changed(task, outcome.content, column, changed_ns, path):
                 continue
             if outcome.facts is not None and open_shard(out / task.file).facts != outcome.facts:
                 continue
@@ -367,7 +367,7 @@ def _finish(
     if not shards:
         why = f"{total.num_null_rows} null rows" if total.num_null_rows else "no row has any text"
         raise DataError("there is no text in it", where=", ".join(one.source for one in found), why=why)
-    check_unchanged(build.tasks, build.outcomes, found, options["column"])
+    check_inputs_unchanged(build.tasks, build.outcomes, found, options["column"])
     if encoder.kind == "tokenizer.json":
         _copy_tokenizer(encoder, tokenizer, out)
     manifest = Manifest(

@@ -22,7 +22,7 @@ from phalanx.data.token_sources import (
     FileFacts,
     Kind,
     Opened,
-    check_unchanged,
+    check_source_unchanged,
     num_bytes_of,
     open_arrays,
     verify,
@@ -175,7 +175,7 @@ class Corpus:
     def open_component(self, component: Component) -> tuple[Opened, Splits]:
         """Map the tokens of a source and tell its sides apart. DataError if it is not what it was."""
         path = self.path_of(component)
-        check_unchanged(component.kind, path, component.files)
+        check_source_unchanged(component.kind, path, component.files)
         opened = open_arrays(component.kind, path)
         fraction, keys = self.wanted["held_out_fraction"], component.held_out_keys
         return opened, split_tokens(opened.arrays, fraction, component.split_by, keys)

@@ -31,7 +31,7 @@ MAX_SAMPLE, MAX_OF_A_STEP, MAX_STEPS, MAX_RANKS = 2**60, 2**24, 2**53, 2**20
 
 
 @dataclass(frozen=True)
-class Reading:
+class StepReading:
     """One rank's record of one step."""
 
     attempt: int
@@ -91,7 +91,7 @@ def check_ledger(run_dir: Path) -> LedgerReport:
         raise DataError(
             "the run has no record of its samples", where=str(run_dir), fix="train with observe.samples=true"
         )
-    readings: list[Reading] = []
+    readings: list[StepReading] = []
     problems: list[str] = []
     for reading in found:
         if damage := _damage(reading.event, starts.get(reading.attempt)):
@@ -115,13 +115,13 @@ def check_ledger(run_dir: Path) -> LedgerReport:
     )
 
 
-def _read_events(run_dir: Path) -> tuple[list[Reading], dict[int, Start]]:
+def _read_events(run_dir: Path) -> tuple[list[StepReading], dict[int, Start]]:
     """All records, and how each attempt began."""
-    readings: list[Reading] = []
+    readings: list[StepReading] = []
     starts: dict[int, Start] = {}
     for envelope in EventTail(run_dir, all_ranks=True).poll():
         if isinstance(envelope.event, SamplesRead):
-            readings.append(Reading(envelope.attempt, envelope.event))
+            readings.append(StepReading(envelope.attempt, envelope.event))
         elif isinstance(envelope.event, RunStarted):
             event = envelope.event
             starts[envelope.attempt] = Start(int(event.step), int(event.total_steps), int(event.world_size))
@@ -150,11 +150,11 @@ def _is_whole(value: object, least: int, beyond: int) -> bool:
     return type(value) is int and least <= value < beyond
 
 
-def _last_attempts(readings: Sequence[Reading], starts: dict[int, Start]) -> dict[int, list[Reading]]:
+def _last_attempts(readings: Sequence[StepReading], starts: dict[int, Start]) -> dict[int, list[StepReading]]:
     """By step, the records that count: an attempt undoes all that was done after the step it
     continued from.
     """
-    counted: dict[int, list[Reading]] = {}
+    counted: dict[int, list[StepReading]] = {}
     for attempt in sorted({reading.attempt for reading in readings} | set(starts)):
         mine = [reading for reading in readings if reading.attempt == attempt]
         first = min((reading.event.step for reading in mine), default=1) - 1
@@ -165,11 +165,11 @@ def _last_attempts(readings: Sequence[Reading], starts: dict[int, Start]) -> dic
     return dict(sorted(counted.items()))
 
 
-def _complete_steps(counted: dict[int, list[Reading]]) -> tuple[dict[int, list[Reading]], list[str]]:
+def _complete_steps(counted: dict[int, list[StepReading]]) -> tuple[dict[int, list[StepReading]], list[str]]:
     """The steps that every rank has recorded. The newest may be incomplete: ranks were stopped in
     between.
     """
-    done: dict[int, list[Reading]] = {}
+    done: dict[int, list[StepReading]] = {}
     problems: list[str] = []
     newest, expected = max(counted, default=0), 1
     for step, readings in counted.items():
@@ -177,7 +177,7 @@ def _complete_steps(counted: dict[int, list[Reading]]) -> tuple[dict[int, list[R
             gap = f"step {expected}" if step == expected + 1 else f"steps {expected} to {step - 1}"
             problems.append(f"{gap}: no rank has a record")
         expected = step + 1
-        by_rank: dict[int, Reading] = {}
+        by_rank: dict[int, StepReading] = {}
         for reading in readings:
             rank = int(reading.event.data_parallel_rank)
             if rank in by_rank and by_rank[rank].event.ranges != reading.event.ranges:
@@ -194,7 +194,7 @@ def _complete_steps(counted: dict[int, list[Reading]]) -> tuple[dict[int, list[R
     return done, problems
 
 
-def _not_in_order(done: dict[int, list[Reading]]) -> Iterator[str]:
+def _not_in_order(done: dict[int, list[StepReading]]) -> Iterator[str]:
     """Steps that do not begin where the one before ended, and samples that a step repeats or leaves
     out.
     """
@@ -213,9 +213,9 @@ def _named(first: int, beyond: int) -> str:
     return f"sample {first} is" if beyond - first == 1 else f"samples {first} to {beyond - 1} are"
 
 
-def _differing_again(readings: Sequence[Reading]) -> Iterator[str]:
+def _differing_again(readings: Sequence[StepReading]) -> Iterator[str]:
     """Samples that were read again after a restart, with another content."""
-    seen: dict[tuple[int, ...], Reading] = {}
+    seen: dict[tuple[int, ...], StepReading] = {}
     for reading in readings:
         key = tuple(int(edge) for edge in reading.event.ranges)
         first = seen.setdefault(key, reading)
@@ -224,7 +224,7 @@ def _differing_again(readings: Sequence[Reading]) -> Iterator[str]:
             yield f"step {reading.event.step}: {what} as {_named(key[0], key[1])[:-3].strip()}"
 
 
-def _wrong_content(readings: Sequence[Reading], samples: Samples) -> Iterator[str]:
+def _wrong_content(readings: Sequence[StepReading], samples: Samples) -> Iterator[str]:
     """Readings whose checksum is not that of the samples they name. Those of an unusual size are
     not even compared.
     """

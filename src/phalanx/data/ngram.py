@@ -93,7 +93,7 @@ def fit_kneser_ney(tokens: Tokens, vocab_size: int, order: int) -> Model:
 
 
 @dataclass(frozen=True)
-class Counts:
+class NgramCounts:
     """Distinct grams in ascending order, and how often each was seen."""
 
     keys: Int64s
@@ -105,9 +105,9 @@ class Counts:
         return np.where(found, self.counts[at], 0) if self.keys.size else np.zeros_like(keys)
 
 
-def count_grams(tokens: Tokens, order: int, vocab_size: int) -> Counts:
+def count_grams(tokens: Tokens, order: int, vocab_size: int) -> NgramCounts:
     """All grams of `order` tokens. Memory grows with the distinct grams, not with the tokens."""
-    total = Counts(np.zeros(0, np.int64), np.zeros(0, np.int64))
+    total = NgramCounts(np.zeros(0, np.int64), np.zeros(0, np.int64))
     for start in range(0, len(tokens) - order + 1, _CHUNK_TOKENS):
         part = tokens[start : start + _CHUNK_TOKENS + order - 1].astype(np.int64)
         num_grams = len(part) - order + 1
@@ -133,7 +133,7 @@ class Level:
     weights: Floats  # of each context
 
     @classmethod
-    def build(cls, grams: Counts, vocab_size: int) -> Level:
+    def build(cls, grams: NgramCounts, vocab_size: int) -> Level:
         discounts = np.minimum(_discounts(grams.counts)[np.minimum(grams.counts, 3)], grams.counts)
         contexts, first, sizes = np.unique(grams.keys // vocab_size, return_index=True, return_counts=True)
         if contexts.size == 0:
@@ -165,14 +165,14 @@ def _discounts(counts: Int64s) -> Floats:
     return np.array([0.0, *(max(value, _LEAST_DISCOUNT) for value in taken)])
 
 
-def _sum_by_key(keys: Int64s, counts: Int64s) -> Counts:
+def _sum_by_key(keys: Int64s, counts: Int64s) -> NgramCounts:
     """Distinct keys in ascending order, with the sums of their counts."""
     if keys.size == 0:
-        return Counts(keys, counts)
+        return NgramCounts(keys, counts)
     order = np.argsort(keys, kind="stable")
     keys = keys[order]
     first = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]]))
-    return Counts(keys[first], np.add.reduceat(counts[order], first))
+    return NgramCounts(keys[first], np.add.reduceat(counts[order], first))
 
 
 def _find(wanted: Int64s, ascending: Int64s) -> tuple[Int64s, NDArray[np.bool_]]:

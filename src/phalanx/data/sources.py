@@ -102,12 +102,12 @@ class _RealPaths:
         self._seen: set[str] = set()
 
     def is_new(self, path: Path) -> bool:
-        real = self._of(path)
+        real = self._resolve(path)
         is_new = real not in self._seen
         self._seen.add(real)
         return is_new
 
-    def _of(self, path: Path) -> str:
+    def _resolve(self, path: Path) -> str:
         if path.is_symlink():
             return os.path.realpath(path)
         folder, name = os.path.split(path)

@@ -126,7 +126,7 @@ def _describe_dataset(path: Path) -> Described:
     )
 
 
-def check_unchanged(kind: Kind, path: Path, files: Mapping[str, FileFacts]) -> None:
+def check_source_unchanged(kind: Kind, path: Path, files: Mapping[str, FileFacts]) -> None:
     """Raise DataError, naming the file, unless what is there now looks like what `describe` found. Reads headers."""
     folder = path if kind == "dataset" else path.parent
     if kind == "dataset":

@@ -25,9 +25,7 @@ def times_of(found: Sequence[Found]) -> dict[str, int]:
     return {file.path: file.changed_ns for one in found for file in one.files}
 
 
-def changed_since(
-    task: Task, content: str | None, column: str, changed_ns: Mapping[str, int], since: Path
-) -> list[str]:
+def find_changed(task: Task, content: str | None, column: str, changed_ns: Mapping[str, int], since: Path) -> list[str]:
     """Paths of a task's files of which one is not what it was when `since` was written, newest first; none if all are.
 
     `content` is what `content_of` said then. Raises DataError for a file that cannot be read.
@@ -39,7 +37,7 @@ def changed_since(
     return sorted(paths, key=lambda path: -changed_ns[path])
 
 
-def check_unchanged(
+def check_inputs_unchanged(
     tasks: Sequence[Task], outcomes: Mapping[int, Outcome], found: Sequence[Found], column: str
 ) -> None:
     """Raise DataError for a file that changed after it was read; dataset.json, written next, would be newer than it."""
