@@ -39,7 +39,7 @@ test-all: $(READY)  ## and the long campaigns
 test-elsewhere: $(READY)  ## what asserts bits or deadlines, on other instruction sets, one core, busy cores; 45 minutes, resumable
 	$(BIN)/python tests/elsewhere.py $(VARIANTS)
 
-lint: $(READY)  ## format, lint, types of the torch-free rooms, imports between floors
+lint: $(READY)  ## format, lint, types, imports between floors
 	$(BIN)/ruff format --check src tests tools examples benchmarks docs
 	$(BIN)/ruff check src tests tools examples benchmarks docs
 	$(BIN)/mypy
