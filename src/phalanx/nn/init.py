@@ -10,7 +10,7 @@ import contextlib
 import fnmatch
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -84,7 +84,8 @@ def _fill_runs(target: torch.Tensor, std: float, key: int, start: int, *, pitch:
         return _normals_of_runs(key, starts, run)
 
     with contextlib.ExitStack() as opened:
-        threads, draws = torch.get_num_threads(), map(draw, firsts)
+        threads = torch.get_num_threads()
+        draws: Iterator[torch.Tensor] = map(draw, firsts)
         if threads > 1 and count * run >= THREADS_FROM:
             draws = opened.enter_context(ThreadPoolExecutor(threads)).map(draw, firsts)
         for first, values in zip(firsts, draws, strict=True):

@@ -98,7 +98,7 @@ def places_of(
     has no such place.
     """
     parameters = {full_name(name): parameter for name, parameter in named_parameters}
-    puts = []
+    puts: list[Callable[[], None]] = []
     for path, value in numbers.items():
         owner = path.removeprefix("state/").rpartition("/")[0] if path.startswith("state/") else ""
         if owner not in parameters and owner in elsewhere:

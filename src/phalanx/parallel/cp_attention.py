@@ -10,7 +10,7 @@ Shape suffixes: B batch, H query heads, K key/value heads, T this rank's tokens,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -22,7 +22,7 @@ from phalanx.parallel.cp_products import Block, Products, Running
 from phalanx.plan.masks import QUERY_BLOCK
 
 Attend = Callable[..., torch.Tensor]
-MaskOrSeen = torch.Tensor | Seen | None
+MaskOrSeen: TypeAlias = torch.Tensor | Seen | None
 
 
 def ring(
@@ -48,8 +48,9 @@ def ulysses(
     """[B, H, T, E]. `mask`: [B or 1, 1, all tokens, all tokens] in the sequence's order; else as of `ring`."""
     q, k, v = (_ToHeads.apply(x, group) for x in (q, k, v))
     if isinstance(mask, Seen):
-        rows = {"window": mask.window, "is_causal": mask.is_causal, "block": QUERY_BLOCK}
-        out = attend_by_blocks(q, k, v, mask.document_ids_BT, **rows)
+        out = attend_by_blocks(
+            q, k, v, mask.document_ids_BT, window=mask.window, is_causal=mask.is_causal, block=QUERY_BLOCK
+        )
     else:
         out = attend(q, k, v, mask, is_causal=True)
     found: torch.Tensor = _ToTokens.apply(out, group)

@@ -34,12 +34,12 @@ def misfit(error: Exception, columns: Sequence[OpenColumn]) -> LayoutError | Non
     """The refusal of a column whose width and whose part on this rank are the two sizes that do not fit in torch's
     message: what it puts out has met something whole. Of several those without a row beside them."""
     told = str(error).splitlines()[0] if str(error) else ""
-    shapes = next((found.groups() for pattern in MISFITS if (found := re.search(pattern, told))), ())
+    shapes = next((match.groups() for pattern in MISFITS if (match := re.search(pattern, told))), ())
     if not isinstance(error, RuntimeError) or not shapes:
         return None
     sizes = {int(size) for size in shapes}
     met = [column for column in columns if {column.whole, column.own} <= sizes and column.own < column.whole]
-    found = next((column for column in met if not column.has_row), met[0] if met else None)
-    if found is None:
+    column = next((column for column in met if not column.has_row), met[0] if met else None)
+    if column is None:
         return None
-    return no_row(found.rule, f"those of {found.name}, {found.own} of {found.whole}, meet what is whole: {told}")
+    return no_row(column.rule, f"those of {column.name}, {column.own} of {column.whole}, meet what is whole: {told}")

@@ -26,6 +26,7 @@ from phalanx.job.hugging_face import read_config as read_hugging_face
 from phalanx.job.load import load_job, load_job_json
 from phalanx.job.model import fixed_vocab_size
 from phalanx.job.schema import Data, Job, Parallel
+from phalanx.job.shape import ModelShape
 from phalanx.plan.cluster import detect_cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
@@ -100,7 +101,7 @@ class TrainedModel:
         """
         size_of_run = self.plan.vocab_size if self.plan is not None else None
         if self.plan is not None and self.job.model.is_foreign:
-            shape = self.plan.model_shape
+            shape: ModelShape | None = self.plan.model_shape
         else:
             shape = foreign_shape(self.job)
         return make_plan(
